@@ -77,6 +77,8 @@ def commands_are_told_where_they_are_wrong(terminal):
         "/rewind ²": "'²' turns cannot be discarded",
         "/frobnicate": "there is no command /frobnicate; /help lists them",
         "/help": "set a sampling parameter, like",
+        "/image": "send an image with the next message",
+        "/image nothing.png": "nothing.png is no file",
         "/save": "keep the conversation under a name",
         "/list all": "show what was saved",
         "/rewind 1 2": "remove the last N turns",

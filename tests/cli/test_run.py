@@ -41,6 +41,15 @@ def test_a_prompt_from_a_pipe(engine):
     assert ran.out == engine.chat(user("def main():"), max_tokens=9, temperature=0.0).text + "\n"
 
 
+def test_an_image_is_sent_with_the_prompt(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"")
+    image = ("--image", str(tmp_path / "a.png"))
+    ran = kvcellar("run", "embedded", "what is this", *image, *GREEDY)
+    assert ran.code != 0
+    assert "messages[0].content[0].image: embedded takes no images: its network reads text only" in ran.err
+    assert "--image needs the chat template" in kvcellar("run", "embedded", "x", "--raw", *image).err
+
+
 def test_raw_uses_no_chat_template(engine):
     ran = kvcellar("run", "--raw", "--max-tokens", "9", *GREEDY, stdin=b"def main")
     assert ran.out == engine.generate("def main", max_tokens=9, temperature=0.0).text + "\n"

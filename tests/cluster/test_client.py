@@ -648,12 +648,29 @@ def has(client: ClusterClient, prompt: Sequence[int]) -> dict[str, int]:
         return {score.replica: score.have for score in client._router.rank(asked.blocks, len(prompt))}
 
 
+def test_all_gateways_know_what_a_request_has_brought_before_its_end_is_told(pair: Pair) -> None:
+    publishing = threading.Event()
+    with gateway(named(*pair)) as (engine, client), gateway(named(*pair)) as (_, other):
+        engine.clear_cache()
+        for one in pair:
+            one._events.after(publishing.wait)  # the thread that publishes is late
+        number, ear = sent(client, PREFIX, **GREEDY)
+        (at,) = (one for one in pair if one.taken)
+        eventually(lambda: not at._client.ask(ReadStats()).running and not any(map(busy, at._fronts)), "it is done")
+        client.ask(ReadStats())  # the answer comes behind all that is told already
+        assert number in client._running
+        publishing.set()
+        assert isinstance(ear.wait()[-1], Done)
+        assert sum(has(client, (*PREFIX, 70)).values()) == len(PREFIX)
+        eventually(lambda: sum(has(other, (*PREFIX, 70)).values()) == len(PREFIX), "it was sent to the other one first")
+
+
 def test_requests_that_begin_alike_go_to_the_replica_that_has_their_beginning(pair: Pair) -> None:
     with gateway(named(*pair)) as (engine, client):
         engine.clear_cache()
         engine.generate([*PREFIX], **GREEDY)
         (first,) = [name for name, one in named(*pair).items() if one.taken]
-        eventually(lambda: sum(has(client, (*PREFIX, 70)).values()) == len(PREFIX), "it is published")
+        assert sum(has(client, (*PREFIX, 70)).values()) == len(PREFIX)
         for at in range(70, 74):
             engine.generate([*PREFIX, at], **GREEDY)
         assert [len(one.taken) for name, one in named(*pair).items() if name != first] == [0]

@@ -24,6 +24,7 @@ from kvcellar.memory.prefix.tree import LEAST, Tree
 from kvcellar.memory.snapshot import Snapshot
 from kvcellar.memory.spans import Span
 from tests.engine.mixes import bytes_for, small_engine, tokens
+from tests.engine.places import eventually
 from tests.prefix.claims import TokenClaims
 from tests.prefix.test_tree import ACTION, Run, World
 from tests.zoo import ARCHS
@@ -436,6 +437,7 @@ def test_a_change_that_fails_or_is_lost_clears_all_and_events_go_on(monkeypatch)
     """Subscribers have no block that is not there; what continues a known prefix brings all of that back."""
     with small_engine("llama", **ON) as engine, listening(engine) as listener:
         events, text = engine._built.loop.manager.events, list(tokens(random.Random(1), 24))
+        called = list[int]()
 
         def until_known() -> None:
             until = time.monotonic() + PATIENCE
@@ -452,8 +454,10 @@ def test_a_change_that_fails_or_is_lost_clears_all_and_events_go_on(monkeypatch)
                 monkeypatch.undo()
             else:
                 events._put(lambda: 1 // 0)
+            events.after(lambda number=number: called.append(number))
             listener.until("GPU", set())
             assert engine.stats().kv_events_lost == number + 1
+            eventually(lambda number=number: called == [*range(number + 1)], "it is called")
             text += tokens(random.Random(number), 24)
             engine.generate(text, **GREEDY)
             until_known()
@@ -474,6 +478,21 @@ def test_without_its_thread_nothing_waits_to_be_published(monkeypatch) -> None:
         engine.generate([6] * 12, **GREEDY)
         assert not events._thread.is_alive()
         assert not events._changes
+        called = list[int]()
+        events.after(lambda: called.append(1))
+        assert called == [1], "at once"
+
+
+def test_calls_stay_where_changes_are_lost_and_are_made_at_the_end(monkeypatch) -> None:
+    events, called, held = KvEvents(None), list[int](), threading.Event()
+    events.after(held.wait)
+    monkeypatch.setattr("kvcellar.memory.prefix.kv_events.WAITING", 0)
+    for number in range(3):
+        events.after(lambda number=number: called.append(number))
+    monkeypatch.setattr(events._mirror, "_send", lambda batch: 1 // 0)
+    held.set()
+    events._thread.join(PATIENCE)
+    assert called == [0, 1, 2]
 
 
 def test_requests_that_are_none_are_ignored() -> None:

@@ -12,6 +12,7 @@ import pytest
 from kvcellar import Engine, RetentionOptions
 from kvcellar.events import Recall
 from kvcellar.frontend.result import Collector
+from kvcellar.images.image import FIRST
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.prefix.why import SHOWN, Elsewhere, Losses, ReadBack, Sightings, explained
@@ -179,3 +180,18 @@ def test_tokens_that_are_cheaper_to_recompute_are_said_to_be() -> None:
         elsewhere=Elsewhere(Sightings(), Sightings()),
     )  # fmt: skip
     assert (found.reason, found.detail) == ("cheaper to recompute", read.skipped)
+
+
+def test_another_image_is_said_to_be_one() -> None:
+    claims = TokenClaims()
+    tree = Tree(claims, anywhere=True)
+    one = [1, 2, FIRST + 10, FIRST + 11, 3]
+    root = tree.root("")
+    tree.insert(root, key_of(one), claims.make(one, 0, set()), 0, root, spare=lambda pos: False)
+    for prompt, says in (([1, 2, FIRST + 20, FIRST + 21, 3], True), ([1, 2, 9, 9], False)):
+        found = explained(
+            tree, Losses(lambda: 0.0), "", key_of(prompt), matched=2, restored=2, read=ReadBack((), 0.0), kinds="",
+            elsewhere=Elsewhere(Sightings(), Sightings()),
+        )  # fmt: skip
+        assert found.reason == "diverged"
+        assert found.detail.endswith(": another image") == says

@@ -18,7 +18,7 @@ EXTRA = [
 ]
 DEV = [Requirement(r) for r in PROJECT["optional-dependencies"]["dev"] if not r.startswith("kvcellar")]
 OTEL = ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
-IMPORTED_AS = {"pyzmq": "zmq", **dict.fromkeys(OTEL, "opentelemetry")}
+IMPORTED_AS = {"pillow": "PIL", "pyzmq": "zmq", **dict.fromkeys(OTEL, "opentelemetry")}
 OF_TORCH = {"triton"}  # a dependency of torch itself, in builds for CUDA only, which choose its version
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
 

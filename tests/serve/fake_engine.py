@@ -22,6 +22,7 @@ from kvcellar.engine.arguments import prompt_ids, tokens
 from kvcellar.engine.stats import EngineStats, GroupStats, PrefixStats, RecordingStats
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, Timings, TokenLogprob, Usage
+from kvcellar.frontend.chat_images import ChatImages
 from kvcellar.frontend.conversations import Conversations, TokenSource
 from kvcellar.frontend.documents import Documents
 from kvcellar.frontend.result import Ticket
@@ -198,8 +199,9 @@ class NoEmbeddings:
 class FakeEngine:
     """A context manager; closing fails running requests, as in the real engine."""
 
-    def __init__(self, model: FakeModel | None = None) -> None:
+    def __init__(self, model: FakeModel | None = None, images: Any = None) -> None:
         self.model = model or FakeModel()
+        self.images = ChatImages(images, why_not="this model takes no images: it is a fake")
         self.healthy, self.starting, self.cache_bytes, self.embeddings = True, False, 0, NoEmbeddings()
         self.replies = FakeReplies()
         self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt
@@ -264,7 +266,7 @@ class FakeEngine:
     ) -> list[int]:
         if not self.model.has_chat:
             raise BadRequest("this model has no chat template", "messages")
-        found = checked(messages, Caps())
+        found = checked(self.images.taken(messages, namespace)[0], Caps())
         if found[0]["role"] == "assistant":
             raise TemplateFailed("the first turn must be the user's", "messages")
         self.rendered.append({"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt})
@@ -374,9 +376,14 @@ class FakeEngine:
 
 
 def _turn(message: dict[str, Any]) -> str:
-    """One message as rendered by this engine's template: `<role>content`, then its other fields as JSON."""
+    """One message as rendered by this engine's template: `<role>content`, in which an image is the beginning of its
+    digest in brackets, then its other fields as JSON."""
     content = message.pop("content", "")
-    text = content if isinstance(content, str) else "+".join(part["text"] for part in content)
+    text = (
+        content
+        if isinstance(content, str)
+        else "+".join(part.get("text") or f"[{part['image'][:6]}]" for part in content)
+    )
     rest = {name: value for name, value in message.items() if name not in ("role", "name", "thinking")}
     return f"<{message['role']}>{text}" + (json.dumps(rest) if rest else "")
 

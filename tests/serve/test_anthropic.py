@@ -169,7 +169,8 @@ def test_models_are_listed(client: anthropic.Anthropic) -> None:
     [
         ({"max_tokens": None}, "max_tokens must be an integer"),
         ({"messages": []}, "messages must not be empty"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "the type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "source.type is required"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "the type 'document'"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role must be"),
         ({"system": [{"type": "image"}]}, "system[0] has the type 'image'"),

@@ -172,6 +172,7 @@ def test_unknown_fields_are_refused_by_name(http, name):
 
 
 SOME = {"role": "user", "content": "hi"}
+PICTURE = "messages[0].content[0].image_url"
 MESSAGES = [  # messages, and the field at fault
     (None, "messages"),
     ([], "messages"),
@@ -190,8 +191,8 @@ MESSAGES = [  # messages, and the field at fault
     ([SOME, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}], "messages[1].tool_calls[0].function"),
     ([{**SOME, "colour": "red"}], "messages[0].colour"),
     ([{**SOME, "name": 5}], "messages[0].name"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254"}}]}], None),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}], None),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254"}}]}], PICTURE),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}], PICTURE),
     ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], None),
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
     ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),

@@ -61,6 +61,10 @@ PRIVATE = "".join(map(chr, range(0xF0000, 0xFFFFE)))
 CROWDED = "the bodies of other requests fill the memory for them; try again later"
 
 
+def picture(url: str) -> dict[str, Any]:
+    return USER | {"content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
 def talk(*messages: object, **fields: object) -> dict[str, Any]:
     return {"messages": list(messages), **fields}
 
@@ -180,7 +184,9 @@ PROMPTS: list[tuple[dict[str, object], str]] = [
     ({"prompt": [5] * 300}, "the prompt has 300 tokens; the model's context allows 256. Shorten the prompt"),
 ]
 
-CONTENT = "content is required: a string, or a list of text parts that is not empty"
+PICTURE = "messages[0].content[0].image_url"
+BLIND = "embedded takes no images: its network reads text only"
+CONTENT = "content is required: a string, or a list of parts that is not empty"
 BESIDE = "It may be null or absent with tool_calls, function_call, reasoning_content or refusal"
 MESSAGES: list[tuple[dict[str, object], str]] = [
     ({}, "messages is required"),
@@ -193,7 +199,12 @@ MESSAGES: list[tuple[dict[str, object], str]] = [
     ),
     (talk({"role": "user"}), f"messages[0].{CONTENT}"),
     (talk({"role": "assistant"}), f"messages[0].{CONTENT}. {BESIDE}"),
-    (talk(USER | {"content": [{"type": "image_url"}]}), 'messages[0].content[0].type must be "text"'),
+    (talk(USER | {"content": [{"type": "image_url"}]}), "messages[0].content[0].image_url is required"),
+    (
+        talk(USER | {"content": [{"type": "input_audio", "input_audio": {}}]}),
+        "messages[0].content[0].type must be of text or an image: there is no encoder here for audio",
+    ),
+    (talk(picture("data:;base64,QQ==")), f"{PICTURE}: {BLIND}"),
     (talk(USER | {"audio": {}}), "messages[0].audio must be null"),
     (
         talk({"role": "assistant", "content": "a", "refusal": "b"}),
@@ -231,7 +242,7 @@ MESSAGES: list[tuple[dict[str, object], str]] = [
     ),
     (
         talk(USER | {"content": PRIVATE}),
-        "messages has every character of a plane for private use; leave one of them out",
+        "messages has every character of a plane for private use; leave some of them out",
     ),
     (talk(USER, logprobs=1), "logprobs must be true or false"),
     (talk(USER, top_logprobs=1), "top_logprobs needs logprobs to be true"),
@@ -291,10 +302,15 @@ INPUTS: list[tuple[dict[str, object], str]] = [
         "input[0].type is 'x', which is not supported; message, function_call, function_call_output and reasoning are",
     ),
     ({"input": [{"role": "tool"}]}, "input[0].role must be one of user, assistant, system, developer"),
-    ({"input": [USER | {"content": 5}]}, "input[0].content must be a string, or a list of text parts"),
+    ({"input": [USER | {"content": 5}]}, "input[0].content must be a string, or a list of parts"),
     (
-        {"input": [USER | {"content": [{"type": "input_image"}]}]},
-        "input[0].content[0].type must be one of input_text, output_text, text, refusal; other media are not supported",
+        {"input": [USER | {"content": [{"type": "input_video"}]}]},
+        "input[0].content[0].type must be one of input_text, output_text, text, refusal, input_image: there is no "
+        "encoder here for video",
+    ),
+    (
+        {"input": [USER | {"content": [{"type": "input_image", "file_id": "x"}]}]},
+        "input[0].content[0].file_id is not supported: this server keeps no files",
     ),
     ({"input": [OUTPUT | {"call_id": 5, "output": "x"}]}, "input[0].call_id must be a string"),
     ({"input": [USER, OUTPUT | {"output": "x"}]}, "input[1].call_id is 'c1', which no function_call before it has"),
@@ -686,7 +702,7 @@ ROOT = Path(__file__).parents[2] / "src" / "kvcellar"
 SERVE = {*(ROOT / "serve").rglob("*.py")} - {*(ROOT / "serve" / "anthropic").glob("*.py")}
 NO_SOURCES = ("serve/settings.py", "serve/http/server.py", "serve/http/keys.py")
 ENGINE = ("arguments", "core/intake", "load/allocate", "load/build")
-FRONTEND = ("engine", "process_client", "remote_client", "request_builder", "text_codec")
+FRONTEND = ("chat_images", "engine", "process_client", "remote_client", "request_builder", "text_codec")
 SOURCES = [
     *sorted(SERVE - {ROOT / name for name in NO_SOURCES}),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
@@ -782,16 +798,25 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "messages has {} items; 1 to {} are allowed": "Python",
     "{} must be an object with role and content, not {}": "Python",
     "{}.role must be one of {}": "Python",
-    "{}.content must be a string or a list of text parts": "Python",
+    "{}.content must be a string or a list of text and image parts": "Python",
     "{}.content is required, and must not be an empty list": "Python",
-    "{}.type must be text; images, audio and files are not supported": "Python",
-    "{}.text must be a string": "Python",
+    "{}.type must be text or image; audio, video and files are not supported": "Python",
+    "{}.{} must be a string": "Python",
     "{}.tool_calls must be a list": "Python",
     "{}.function must be an object with name and arguments": "Python",
     "{} must be JSON, not {}": "Python",
     "the keys of {} must be strings, not {}": "Python",
     "{} is not Unicode text: half of a surrogate pair at character {}": "Python: over HTTP the body is refused",
     "{} is not a token id; they are 0 to {}": "Python: no route decodes ids of a client",
+    "tokens of a prompt with images have no log-probabilities: leave it out": "a model that sees",
+    "an image has {} tokens, which see each other, and a step at most {}. Send a smaller one, or raise step_tokens": (
+        "likewise"
+    ),
+    "image_bytes is {} of the {} bytes of {}": "start",
+    "images need a chat template; send them without raw, to a model that has one": "a model that sees: test_images.py",
+    "the chat template writes {} images, and the messages have {}": "likewise: tests/text/test_images.py",
+    "prompt has rows of images: {}": "likewise: tests/engine/test_chat_images.py",
+    "prompt has rows of images that are not known; send the images in messages": "likewise",
 }
 
 

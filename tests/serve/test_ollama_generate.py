@@ -135,7 +135,7 @@ def test_calls_and_results_are_rendered(client: ollama.Client) -> None:
         (
             "chat",
             {"messages": [{"role": "user", "content": "x", "images": ["aa"]}]},
-            "images must have at most 0 items",
+            "messages[0].images[0]: this model takes no images",
         ),
         ("chat", {"format": "xml"}, 'format must be "json" or a JSON schema'),
         ("chat", {"format": {"x-guidance": {}}}, "format: a schema cannot have x-guidance; remove it"),
@@ -147,7 +147,7 @@ def test_calls_and_results_are_rendered(client: ollama.Client) -> None:
         ("generate", {"suffix": "x"}, "suffix"),
         ("generate", {"template": "x"}, "template"),
         ("generate", {"context": [1]}, "context must have at most 0 items"),
-        ("generate", {"images": ["aa"]}, "images must have at most 0 items"),
+        ("generate", {"images": ["aa"]}, "images[0]: this model takes no images"),
         ("generate", {"model": ""}, "model is required"),
     ],
 )

@@ -336,7 +336,7 @@ def test_reasoning_without_a_text_says_nothing():
         ([USER] * 4097, "input"),
         ([USER, {"role": "tool", "content": "x"}], "input[1].role"),
         ([{"role": "user", "content": 5}], "input[0].content"),
-        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "input_image", "image_url": 5}]}], "input[0].content[0].image_url"),
         ([{"role": "user", "content": [{"type": {}, "text": "x"}]}], "input[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
         ([CALL | {"name": 5}], "input[0].name"),

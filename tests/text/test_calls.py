@@ -200,7 +200,7 @@ def test_arguments_count_towards_what_a_conversation_may_have() -> None:
 
 
 def test_in_arguments_even_words_that_templates_look_up_are_a_clients_text() -> None:
-    marker, mark = Marker(["user", "name"], 100), unused([])
+    marker, (mark,) = Marker(["user", "name"], 100), unused([])
     call = {"role": "user", "name": "x", "arguments": {"name": "x", "role": "user", "list": [{"name": "user"}]}}
     marked = marker.marked(call, mark)
     inside = json.dumps(marked["arguments"], ensure_ascii=False)

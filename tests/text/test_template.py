@@ -172,7 +172,7 @@ def test_characters_for_private_use_stay_the_clients() -> None:
 
 @given(st.lists(st.text("ab<|>", min_size=1, max_size=5), max_size=8), st.text("ab<|>AB ", max_size=30))
 def test_marks_are_in_every_control_token_and_split_off_again(control: list[str], text: str) -> None:
-    mark = unused([text])
+    (mark,) = unused([text])
     marked = Marker(control, 1000).marked(text, mark)
     assert unmarked(marked, mark)[0] == text
     longest_first = sorted(control, key=len, reverse=True)
@@ -194,14 +194,14 @@ WRONG: list[tuple[Any, str]] = [
     ([{"role": "user"}], r"messages\[0\].content is required, and must not be an empty list"),
     ([user(None)], "content is required"),
     ([user([])], "content is required"),
-    ([user(0)], "must be a string or a list of text parts"),
-    ([user(7)], "must be a string or a list of text parts"),
-    ([user({"type": "text"})], "must be a string or a list of text parts"),
+    ([user(0)], "must be a string or a list of text and image parts"),
+    ([user(7)], "must be a string or a list of text and image parts"),
+    ([user({"type": "text"})], "must be a string or a list of text and image parts"),
     ([assistant(None)], "content is required"),
     ([assistant(None, tool_calls=[])], "content is required"),
     ([user("a"), {"role": "tool", "content": "3"}], r"messages\[1\] is the result of a tool call, but no message"),
     ([user(["a"])], r"content\[0\].type must be text"),
-    ([user([{"type": "image_url", "image_url": {"url": "http://x"}}])], r"content\[0\].type must be text; images"),
+    ([user([{"type": "image_url", "image_url": {"url": "http://x"}}])], r"content\[0\].type must be text or image; audio"),
     ([user([{"type": "text"}])], r"content\[0\].text must be a string"),
     ([user([{"type": "text", "text": None}])], "text must be a string"),
     ([user("\ud800")], "half of a surrogate pair"),

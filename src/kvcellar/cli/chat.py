@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from kvcellar.places import NoPlace, state
 _HELP = """\
   /help            show this help
   /set NAME VALUE  set a sampling parameter, like /set temperature 0.2
+  /image FILE      send an image with the next message
   /show            show memory in use and the sampling parameters
   /why             show what of the last turn came from memory, and why it was not more
   /rewind [N]      remove the last N turns (1)
@@ -61,8 +62,19 @@ class PromptFormat:
 class Chat:
     """A chat at the terminal: reads messages and commands, prints completions."""
 
-    def __init__(self, engine: Engine, form: PromptFormat, sampling: dict[str, Any], *, raw: bool, quiet: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        form: PromptFormat,
+        sampling: dict[str, Any],
+        *,
+        images: Sequence[Path] = (),
+        raw: bool,
+        quiet: bool,
+    ) -> None:
+        """`images` are sent with the first message."""
         self._engine, self._form, self._sampling, self._quiet = engine, form, sampling, quiet
+        self._images = list(images)  # of the next message
         self._chat = engine.model.has_chat and not raw and not form.ids
         self._session: Session = engine.session(chat=self._chat)
 
@@ -116,7 +128,9 @@ class Chat:
             click.echo(f"{error}", err=True)
 
     def _complete(self, text: str) -> None:
-        deltas = self._session.stream(self._form.parse(text), **self._sampling)
+        asked = [*self._images, text] if self._images else self._form.parse(text)
+        self._images.clear()
+        deltas = self._session.stream(asked, **self._sampling)
         try:
             for part in self._form.texts(deltas):
                 click.echo(part, nl=False)
@@ -134,6 +148,8 @@ class Chat:
             self._engine.params(**changed)
             self._sampling = changed
             click.echo(f"  {words[0]} is {json.dumps(changed[words[0]])} from now on")
+        elif verb == "image" and words:
+            self._image(Path(" ".join(words)).expanduser())
         elif verb == "show" and not words:
             self._show()
         elif verb == "rewind" and len(words) < 2:
@@ -153,6 +169,14 @@ class Chat:
             click.echo(f"that is not how the command is used:\n{usage}", err=True)
         else:
             click.echo(f"there is no command /{verb}; /help lists them", err=True)
+
+    def _image(self, path: Path) -> None:
+        if not self._chat:
+            raise BadRequest("images are for models with a chat template", "image")
+        if not path.is_file():
+            raise BadRequest(f"{path} is no file", "image")
+        self._images.append(path)
+        click.echo(f"  the next message has {counted(len(self._images), 'image')}")
 
     def _named(self, verb: str, name: str = "") -> None:
         """A command on conversations that are kept by name."""

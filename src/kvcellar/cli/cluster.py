@@ -21,7 +21,7 @@ from kvcellar.cli.client import AdminClient, server_options, why_command
 from kvcellar.cli.options import FILE, STORE_KEY, Command, adapter_option, given, json_option, together
 from kvcellar.cli.printing import replica_lines
 from kvcellar.cli.serve import HTTP_OPTIONS, http_options
-from kvcellar.cli.setting_options import engine_options
+from kvcellar.cli.setting_options import engine_options, image_options
 from kvcellar.cli.store_options import placed, store_options
 from kvcellar.engine.load.in_library import located
 from kvcellar.engine.models.weights.find import find
@@ -111,7 +111,7 @@ def status(as_json: bool, url: str, admin_key_file: Path | None) -> None:
     type=FILE,
     help="In place of --store-remote: its URL is in this file of each machine, and so not in what Ray shows.",
 )
-@together(http_options, store_options, engine_options, adapter_option)
+@together(http_options, store_options, engine_options, image_options, adapter_option)
 def serve(
     models: tuple[str, ...],
     replicas: str | None,

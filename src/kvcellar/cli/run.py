@@ -5,7 +5,7 @@ answer has to match.
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ constraint_options = together(
 @click.option("--logprobs", type=int, help="With --json: log-probabilities, also of this many most likely tokens.")
 @click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
 @click.option("--ids", is_flag=True, help="Read and print token ids, like 12 7 99. Needs no tokenizer.")
+@click.option("--image", "images", type=FILE, multiple=True, help="An image in front of the prompt. May be repeated.")
 @sampling_options
 @constraint_options
 @store_options
@@ -106,6 +107,7 @@ def command(
     as_json: bool,
     raw: bool,
     ids: bool,
+    images: tuple[Path, ...],
     pull: bool,
     quiet: bool,
     **options: Any,
@@ -120,6 +122,8 @@ def command(
     sampling = _sampling(options)
     if "logprobs" in sampling and not as_json:
         raise click.UsageError("--logprobs needs --json")
+    if images and (raw or ids):
+        raise click.UsageError("--image needs the chat template: leave --raw and --ids out")
     interactive = prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
     if prompt is None and not interactive:
         prompt = _read_pipe()
@@ -128,17 +132,23 @@ def command(
     options["no_store"] |= not interactive and options["store"] is None
     stored(options)
     form = PromptFormat(ids)
-    parsed = None if prompt is None else form.parse(prompt)  # before the model is loaded, because it may raise
+    parsed: str | Sequence[Any] | None = (
+        None if prompt is None else form.parse(prompt)
+    )  # before the model is loaded, because it may raise
     download_missing(model, options["draft"], pull=pull, quiet=quiet)
     with show_progress(quiet=quiet):
         engine = Engine(model, **given(**options))
     with engine:
         if not ids:
             _check_tokenizer(engine)
+        if images and not engine.model.has_chat:
+            raise BadRequest("--image is for models with a chat template, and this one has none", "image")
+        if images and isinstance(parsed, str):
+            parsed = [*images, parsed]
         if parsed is not None:
             _complete(engine, parsed, form, sampling, as_json=as_json, raw=raw, quiet=quiet)
         else:
-            Chat(engine, form, sampling, raw=raw, quiet=quiet).run()
+            Chat(engine, form, sampling, images=images, raw=raw, quiet=quiet).run()
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +178,7 @@ def _read_pipe() -> str:
 
 def _complete(
     engine: Engine,
-    prompt: str | list[int],
+    prompt: str | Sequence[Any],
     form: PromptFormat,
     sampling: dict[str, Any],
     *,

@@ -24,7 +24,7 @@ from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
 from kvcellar.cli.options import FILE, SIZE, Command, Written, adapter_option, quiet_option, together
 from kvcellar.cli.pull import download_missing, pull_option
-from kvcellar.cli.setting_options import engine_options, setting_options
+from kvcellar.cli.setting_options import engine_options, image_options, setting_options
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.collector import settle
@@ -220,6 +220,7 @@ http_options = together(
 @store_options
 @events_options
 @engine_options
+@image_options
 @adapter_option
 @pull_option
 @quiet_option

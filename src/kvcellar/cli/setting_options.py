@@ -10,11 +10,13 @@ from kvcellar.comments import Comments
 from kvcellar.engine.load.settings import Settings
 from kvcellar.progress import rounded
 
+COMMENTS = Comments()
+
 
 def setting_options(of: type[Any], *names: str, **spelt: str) -> Decorator:
     """Options of settings, of which the class declares types and defaults, and says in comments what they are. `spelt`:
     more settings, with options of other names."""
-    declared, comments = {one.name: one for one in fields(of)}, Comments().of(of)
+    declared, comments = {one.name: one for one in fields(of)}, COMMENTS.of(of)
     flags = {name: f"--{name.replace('_', '-')}" for name in names} | spelt
     return together(*(_setting_option(declared[name], flag, comments[name]) for name, flag in flags.items()))
 
@@ -36,6 +38,8 @@ def _setting_option(one: Field[Any], flag: str, comment: str) -> Decorator:
 
 # For loading and running a model.
 model_options = setting_options(Settings, "dtype", "weights", "record", "device", "attention", "threads")
+# Of a server.
+image_options = setting_options(Settings, image_hosts="--allow-image-host")
 # Of an engine.
 engine_options = together(
     model_options,

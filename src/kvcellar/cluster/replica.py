@@ -7,6 +7,8 @@ Always true:
   * of a connection, `SECRET` bytes are read, within `GREETING` seconds, before it is known to be of a gateway; others
     are closed;
   * what a gateway has asked for ends with its connection; the others and the engine go on;
+  * the end of a request is told after all gateways were told what it has brought to memory, so that what is sent next
+    is ranked by that;
   * after `leave`, each gateway is told that it is to disconnect when its requests can go on elsewhere, or are done.
 """
 
@@ -127,7 +129,7 @@ class Replica:
         if not known:
             connection.close()
             return
-        front = FrontEnd(Link(connection, ToEngine), self._pools)
+        front = FrontEnd(Link(connection, ToEngine), self._pools, self._events.after)
         front.client = self._client
         try:
             self._use(front)

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvcellar.errors import BadRequest, PromptTooLong, shown
 from kvcellar.events import Event
+from kvcellar.images.image import FIRST
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.memory.snapshot import ADAPTED
 from kvcellar.memory.spans import whole
@@ -83,11 +84,14 @@ def token(value: Any, vocab_size: int, param: str) -> int:
 
 
 def tokens(ids: Any, vocab_size: int, param: str) -> tuple[int, ...]:
-    """Token ids as plain ints. Lists of plain ints are checked by few calls that run in C, as they may be long."""
+    """Token ids as plain ints, and row ids of images. Lists of plain ints are checked by few calls that run in C, as
+    they may be long."""
     found = tuple(items(ids, "a list of token ids is needed", param))
     if set(map(type, found)) == {int} and min(found) >= 0 and max(found) < vocab_size:
         return found
-    return tuple(token(one, vocab_size, param) for one in found)
+    return tuple(
+        one if type(one) is int and FIRST <= one < 2 * FIRST else token(one, vocab_size, param) for one in found
+    )
 
 
 def prompt_ids(prompt: Any, *, vocab_size: int, context: int) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from kvcellar.errors import (
     shown,
 )
 from kvcellar.frontend.transcript import Transcript
+from kvcellar.images.image import FIRST
 from kvcellar.memory.tiers.archive import Archive, Changed, Full, TooLarge
 from kvcellar.memory.tiers.codec import Damaged, Foreign
 from kvcellar.places import NoPlace
@@ -211,7 +212,7 @@ class Conversations:
     def _transcript(self, head: _Head, body: bytes) -> Transcript:
         """Raises `ValueError`, and `ConversationConflict` for the tokens of another tokenizer."""
         same = head.tokenizer == self._source.tokenizer
-        vocab_size = self._source.vocab_size if same else 1 << 62
+        vocab_size = self._source.vocab_size if same else FIRST
         transcript = Transcript.decoded(body, chat=head.info.chat, vocab_size=vocab_size)
         if same:
             return transcript

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import arguments
-from kvcellar.engine.card import ModelCard
+from kvcellar.engine.card import EngineCard, ModelCard
 from kvcellar.engine.load.settings import EngineOptions, Settings, settings_of
 from kvcellar.engine.messages import CheckInvariants, ClearCache, DescribeCapacity, ReadStats
 from kvcellar.engine.request_options import RequestOptions, SubmitOptions
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Event, Usage
+from kvcellar.frontend.chat_images import ChatImages
 from kvcellar.frontend.client import EngineClient
 from kvcellar.frontend.control_clients import AdaptersClient, CacheClient
 from kvcellar.frontend.conversations import Conversations, TokenSource
@@ -37,6 +38,7 @@ from kvcellar.frontend.session import Session
 from kvcellar.frontend.shared_replies import open_replies
 from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.frontend.transcript import Transcript, chat_prefix, is_chat
+from kvcellar.images.store import Images
 from kvcellar.memory.prefix.node import EVERYONE
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.memory.tiers.identity import FileDigests
@@ -131,7 +133,9 @@ class Engine:
         self.model = card.model
         self.documents = documents_of(settings)  # where conversations, responses and replies are kept
         tokenizer = _tokenizer(self.documents, self.model.path)
-        self._codec = TextCodec(card.text, open_replies(self.documents, tokenizer))
+        self._codec = TextCodec(
+            card.text, open_replies(self.documents, tokenizer), images_of(card, settings.image_hosts)
+        )
         self._requests = RequestBuilder(client, self._codec)
         # what sessions were saved as, by name; it outlives the engine where that has a store
         self.conversations: Conversations = open_conversations(self.documents, self.model, tokenizer)
@@ -187,11 +191,11 @@ class Engine:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
-        return self._codec.token_bytes(arguments.token(token, self.model.vocab_size, "ids"))
+        return self._codec.token_bytes(*arguments.tokens((token,), self.model.vocab_size, "ids"))
 
     def written(self, token: int) -> str:
         """The entry of a token in the vocabulary, which is not decoded, such as "Ġthe"; "" for an id without one."""
-        return self._codec.written(arguments.token(token, self.model.vocab_size, "ids"))
+        return self._codec.written(*arguments.tokens((token,), self.model.vocab_size, "ids"))
 
     def render(
         self,
@@ -274,7 +278,8 @@ class Engine:
         """The assistant's next message of a conversation. Blocks until the end; raises what `generate` and
         `render` raise."""
         params, how = self._requests.divided(options)
-        return self._requests.result(self.render(messages, limit=self.model.context), params, how)
+        ids = self.render(messages, limit=self.model.context, namespace=how.get("namespace", ""))
+        return self._requests.result(ids, params, how)
 
     def pin(
         self,
@@ -381,6 +386,16 @@ class Engine:
                 raise BadRequest("the prompt is empty; at least one character is needed", "prompt")
             return self.encode(prompt, limit=self.model.context)
         return arguments.prompt_ids(prompt, vocab_size=self.model.vocab_size, context=self.model.context)
+
+
+def images_of(card: EngineCard, hosts: Sequence[str]) -> ChatImages:
+    vision, model = card.vision, card.model
+    if vision.path is None:
+        return ChatImages(None, why_not=vision.why_not)
+    images = Images(
+        vision.path, model=model.architecture, placeholder=vision.placeholder, most_rows=model.context, hosts=hosts
+    )
+    return ChatImages(images, placeholder=vision.placeholder)
 
 
 def _on_a_thread(

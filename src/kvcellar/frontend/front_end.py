@@ -4,7 +4,7 @@ what is told of its requests.
 Always true:
   * neither the engine's step nor the thread that reads messages waits for the front end: a thread of its own sends;
   * a front end knows its requests by its own numbers. The engine has others, as it may have several front ends;
-  * what one step tells a front end is one message.
+  * what one step tells a front end is one message, but that ends of requests may come behind it (`after`).
 """
 
 import logging
@@ -86,10 +86,16 @@ class Pools:
 class FrontEnd:
     """One front end, at the other end of a link."""
 
-    def __init__(self, link: Link[ToEngine], pools: Pools) -> None:
+    def __init__(
+        self, link: Link[ToEngine], pools: Pools, after: Callable[[Callable[[], None]], None] | None = None
+    ) -> None:
+        """`after` calls what tells the ends of requests, in their order, when other things were told; None: at once."""
         self._link, self._pools, self.outbox = link, pools, Outbox(link, self._unsent)
+        self._after = after
         self.client: ThreadClient | None = None  # None: the model is being loaded
-        self._step: list[tuple[int, EngineEvent]] = []  # events of the running step: the engine's thread alone has them
+        # events of the running step, and those that end a request: the engine's thread alone has them
+        self._step: list[tuple[int, EngineEvent]] = []
+        self._ends = self._step if after is None else list[tuple[int, EngineEvent]]()
         self._lock = threading.Lock()  # held for what follows
         self._numbers: dict[int, int] = {}  # of the engine, by those of the front end, of requests that are not done
         self._submitting: dict[int, list[Cancel | Fail]] = {}  # by request that waits for a grammar: what ends it
@@ -105,7 +111,8 @@ class FrontEnd:
         if isinstance(event, Done | Failed):
             with self._lock:
                 self._numbers.pop(number, None)
-        if isinstance(event, Admitted):
+            self._ends.append((number, event))
+        elif isinstance(event, Admitted):
             self.outbox.put(StepEvents(((number, event),)))
         else:
             self._step.append((number, event))
@@ -115,6 +122,9 @@ class FrontEnd:
         if self._step:
             self.outbox.put(StepEvents(tuple(self._step)))
             self._step.clear()
+        if self._ends and self._after is not None:
+            self._after(partial(self.outbox.put, StepEvents(tuple(self._ends))))
+            self._ends.clear()
 
     # -- on the thread that reads -------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kvcellar.frontend.client import EngineClient
 from kvcellar.frontend.output_processor import OutputProcessor
 from kvcellar.frontend.result import Collector, Result, Ticket
 from kvcellar.frontend.text_codec import TextCodec
+from kvcellar.images.image import has_rows
 from kvcellar.memory.prefix.node import ids_of, key_of
 from kvcellar.sampling_params import SamplingOptions, SamplingParams, check_ids, merged
 from kvcellar.text.output import Stops
@@ -135,6 +136,7 @@ class RequestBuilder:
             retention=arguments.retention_options(how.get("retention")),
             number=self.client.number(),
             prompt=key_of(prompt),
+            images=self.codec.images.inputs(prompt, namespace) if has_rows(prompt) else (),
             params=params,
             seed=fresh_seed() if params.seed is None else params.seed,
             namespace=namespace,

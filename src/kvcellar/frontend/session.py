@@ -20,6 +20,7 @@ from kvcellar.engine.arguments import prompt_ids
 from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.errors import BadRequest
 from kvcellar.events import Delta
+from kvcellar.frontend.chat_images import portable
 from kvcellar.frontend.conversations import Conversations
 from kvcellar.frontend.request_builder import RequestBuilder
 from kvcellar.frontend.result import Collector, Result, Ticket
@@ -65,8 +66,9 @@ class Session:
         """All messages of a chat."""
         return self._transcript.messages
 
-    def send(self, text: str | Sequence[int], **sampling: Unpack[SamplingOptions]) -> Result:
-        """Add a turn and wait for the completion. If that raises, the session is unchanged."""
+    def send(self, text: str | Sequence[Any], **sampling: Unpack[SamplingOptions]) -> Result:
+        """Add a turn and wait for the completion. If that raises, the session is unchanged. In a chat, a list has texts
+        and images, as the content of a message."""
         with closing(self._turn(text, sampling)) as turn:
             collector = next(turn)
             assert isinstance(collector, Collector)
@@ -74,7 +76,7 @@ class Session:
                 pass
             return collector.collected()
 
-    def stream(self, text: str | Sequence[int], **sampling: Unpack[SamplingOptions]) -> Generator[Delta]:
+    def stream(self, text: str | Sequence[Any], **sampling: Unpack[SamplingOptions]) -> Generator[Delta]:
         """Like `send`, but yields `Delta`s. Leaving the iteration early cancels and discards the turn."""
         with closing(self._turn(text, sampling)) as turn:
             next(turn)
@@ -115,7 +117,7 @@ class Session:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _turn(self, text: str | Sequence[int], sampling: SamplingOptions) -> Generator[Collector | Delta]:
+    def _turn(self, text: str | Sequence[Any], sampling: SamplingOptions) -> Generator[Collector | Delta]:
         """Yields the collector, then the deltas. The turn is added to the session only at its end."""
         with self._alone():
             params = self._requests.params(sampling)
@@ -138,13 +140,14 @@ class Session:
             self._transcript.conclude(prompt, self._text_tokens(answer), message)
             self.last = answer
 
-    def _prompt(self, text: str | Sequence[int], params: SamplingParams) -> Prompt:
+    def _prompt(self, text: str | Sequence[Any], params: SamplingParams) -> Prompt:
         context = self._client.card.model.context
         if not self._transcript.chat:
             return self._transcript.continued(self._new(text), params, context, self._codec.encode)
-        if not isinstance(text, str):
+        if not isinstance(text, str | list | tuple) or any(isinstance(part, int) for part in text):
             raise BadRequest("the turns of a chat are texts; open a session with chat=False for token ids", "prompt")
-        return self._transcript.chatted([{"role": "user", "content": text}], params, context, self._codec.render)
+        message = {"role": "user", "content": portable(text)}
+        return self._transcript.chatted([message], params, context, self._codec.render)
 
     def _new(self, text: str | Sequence[int]) -> str | Sequence[int]:
         if isinstance(text, str) or (self.tokens and isinstance(text, Sequence) and not len(text)):

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from itertools import groupby
 from typing import Any, Unpack
 
 from kvcellar.engine.arguments import namespace_name
 from kvcellar.engine.card import TextCard
 from kvcellar.errors import BadRequest
+from kvcellar.frontend.chat_images import ChatImages
 from kvcellar.frontend.shared_replies import ArchivedReplies
+from kvcellar.images.image import has_rows, is_row
 from kvcellar.text.conversation import Preamble, caps_for
 from kvcellar.text.output import LONG_RUN, Output, ReadOutput, Stops, open_stream
 from kvcellar.text.rendering import Renderer
@@ -16,6 +19,8 @@ from kvcellar.text.replies.machine import Machine
 from kvcellar.text.template import ChatTemplate, RenderOptions
 from kvcellar.text.tokens import TextAssets, TextTokenizer, longest_text
 
+IMAGE = "<image>"  # in texts of prompts that are shown
+
 
 class TextCodec:
     """Text to token ids and back, with the model's tokenizer and chat template. Safe to use from several threads.
@@ -23,9 +28,10 @@ class TextCodec:
     All methods raise `BadRequest` where the model has none.
     """
 
-    def __init__(self, card: TextCard, shared: ArchivedReplies | None = None) -> None:
+    def __init__(self, card: TextCard, shared: ArchivedReplies | None = None, images: ChatImages | None = None) -> None:
         """`shared`: the replies of all front ends. Raises `ModelRefused` for a template that cannot be used."""
         self._card, self._shared, self._preamble, assets = card, shared, card.preamble, card.assets
+        self.images = images or ChatImages(None, why_not="there is no model that takes images")
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
         self._renderer = Renderer()  # that of variants, too
@@ -36,7 +42,13 @@ class TextCodec:
             self._tokenizer = TextTokenizer(
                 assets.tokenizer, end_ids=card.end_ids, special_tokens=assets.special, most_bytes=most
             )
-            self.replays = Replays(self._tokenizer, card.replay_bytes, borders=card.borders, shared=shared)
+            self.replays = Replays(
+                self._tokenizer,
+                card.replay_bytes,
+                borders=card.borders,
+                shared=shared,
+                placeholder=self.images.placeholder,
+            )
             self._template = self._opened(assets.chat_template, self._tokenizer)
 
     def variant(self, assets: TextAssets | None, preamble: Preamble) -> "TextCodec":
@@ -73,7 +85,12 @@ class TextCodec:
         return self._checked().encode(text, special=special, limit=limit)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        return self._checked().decode(ids, skip_special=not special)
+        """The text of token ids, in which each run of rows of images is `IMAGE`."""
+        tokenizer = self._checked()
+        if not has_rows(ids):
+            return tokenizer.decode(ids, skip_special=not special)
+        parts = groupby(ids, is_row)
+        return "".join(IMAGE if rows else tokenizer.decode([*run], skip_special=not special) for rows, run in parts)
 
     def render(
         self,
@@ -87,15 +104,17 @@ class TextCodec:
     ) -> list[int]:
         """As `Engine.render`."""
         namespace, tokenizer = namespace_name(namespace), self._checked()
-        rendered = self.template.render(self._preamble.before(messages), **options)
+        taken, images = self.images.taken(messages, namespace)
+        rendered = self.template.render(self._preamble.before(taken), images=images, **options)
         if replay and self.replays is not None:
             return self.replays.encode(rendered, namespace, owner=owner, limit=limit)
         return rendered.encode(tokenizer, limit=limit)
 
     def rest(self) -> None:
-        """End the threads of the tokenizer, unless they are at work, and the process of the chat template. The next
-        text starts others. What is known of replies is shared by then."""
+        """End the threads of the tokenizer, unless they are at work, and the processes of the chat template and of
+        images. The next text starts others. What is known of replies is shared by then."""
         self._renderer.rest()
+        self.images.rest()
         if self._shared is not None:
             self._shared.rest()
         if self._tokenizer is not None:
@@ -105,7 +124,8 @@ class TextCodec:
         """The text of one completion, which continues that of the prompt and is read by a copy of `machine`."""
         if self._tokenizer is None:
             return Output(None, stops)
-        after = prompt[-LONG_RUN:] if prompt[-1] not in self._tokenizer.special_ids else ()
+        ended = is_row(prompt[-1]) or prompt[-1] in self._tokenizer.special_ids
+        after = () if ended else [token for token in prompt[-LONG_RUN:] if not is_row(token)]
         if machine is not None:
             return ReadOutput(self._tokenizer, stops, after, machine.copy())
         return Output(open_stream(self._tokenizer, after=after), stops)
@@ -123,10 +143,10 @@ class TextCodec:
         return self._template
 
     def token_bytes(self, token: int) -> bytes:
-        return self._checked().token_bytes(token)
+        return b"" if is_row(token) else self._checked().token_bytes(token)
 
     def written(self, token: int) -> str:
-        return self._checked().written(token) or ""
+        return IMAGE if is_row(token) else self._checked().written(token) or ""
 
     def _checked(self) -> TextTokenizer:
         if self._tokenizer is None:

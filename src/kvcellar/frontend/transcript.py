@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
 from kvcellar.engine.request_options import shift_span
 from kvcellar.errors import BadRequest, shown
+from kvcellar.images.image import is_row
 from kvcellar.memory.prefix.node import common_prefix
 from kvcellar.sampling_params import SamplingParams
 
@@ -254,7 +255,7 @@ class Transcript:
         """Raises `ValueError` for what `encoded` does not return, and for tokens that the vocabulary does not have."""
         saved = msgspec.json.decode(content, type=_Saved)
         tokens, messages, omitted = saved.tokens, saved.messages, saved.omitted
-        every = [*chain(tokens, *(rest for _, _, rest, _, _ in saved.turns))]
+        every = [*filterfalse(is_row, chain(tokens, *(rest for _, _, rest, _, _ in saved.turns)))]
         if every and not 0 <= min(every) <= max(every) < vocab_size:
             raise ValueError("it has tokens that the model does not have")
         if not all(isinstance(message.get("role"), str) for message in messages) or (messages and not chat):

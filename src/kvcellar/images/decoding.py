@@ -1,7 +1,8 @@
 """decoding: pixels of an image file. For a process with limits (`preparing`): codecs are compiled code that reads what
 a client wrote.
 
-Always true of what is returned: an RGB image of 8 bits a channel, upright, with every pixel that its header declares.
+Always true of what is returned: an RGB image of 8 bits a channel, upright, of a file that has its end. (Data that end
+properly, but too soon for the size that the header declares, are filled up by codecs, here as in browsers.)
 
 Transparent pixels are put on white, as `convert_to_rgb` of transformers does: processors would do so themselves, and so
 the pixels that a model gets are those of transformers. Profiles of colour are not applied, which no processor does.
@@ -59,8 +60,10 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_FAULTS = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
-_FAULTS_OF_READING = (*_FAULTS, EOFError, struct.error, zlib.error, AssertionError, NotImplementedError)
+FAULTS = (  # what readers raise for files that are damaged
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, OSError, RuntimeError, SyntaxError,
+    TypeError, ValueError, Image.DecompressionBombError, struct.error, zlib.error,
+)  # fmt: skip
 
 
 def opened_image(data: bytes) -> Image.Image:
@@ -75,7 +78,7 @@ def opened_image(data: bytes) -> Image.Image:
             image = Image.open(io.BytesIO(data), formats=[name])
     except UnidentifiedImageError:
         raise BadRequest(f"the image begins as {name}, but is damaged: its header cannot be read") from None
-    except _FAULTS_OF_READING as error:
+    except FAULTS as error:
         raise _damaged(name, error) from None
     _check_size(*image.size)
     return image
@@ -89,7 +92,7 @@ def pixels(image: Image.Image) -> Image.Image:
             warnings.simplefilter("ignore")
             image.load()
             return _rgb(_upright(image))
-    except _FAULTS_OF_READING as error:
+    except FAULTS as error:
         raise _damaged(name, error) from None
 
 
@@ -130,7 +133,7 @@ def _upright(image: Image.Image) -> Image.Image:
     """Turned as its EXIF data say. Data that cannot be read say nothing, as in browsers."""
     try:
         how = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
-    except _FAULTS_OF_READING:
+    except FAULTS:
         how = None
     return image if how is None else image.transpose(how)
 

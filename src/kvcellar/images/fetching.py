@@ -46,7 +46,10 @@ class Fetcher:
                 watch = threading.Timer(SECONDS, _shut, [plain])
                 watch.start()
                 try:
-                    return _answer(plain, parts, host, port, most)
+                    data = _answer(plain, parts, host, port, most)
+                    if watch.finished.is_set():  # what was read until then may look like all of it
+                        raise TimeoutError
+                    return data
                 finally:
                     watch.cancel()
         except (OSError, http.client.HTTPException) as error:

@@ -57,6 +57,7 @@ class ProcessedImage(Struct, frozen=True, array_like=True):
     text: str
     width: int  # pixels, as it was decoded
     height: int
+    token: str = ""  # what chat templates write for an image, in whose place `text` is
 
 
 def is_row(token: int) -> bool:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 
 from msgspec import Raw
+from PIL import Image
 
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.images.decoding import opened_image, pixels
@@ -19,6 +20,7 @@ from kvcellar.worker import serve
 
 
 def opened(setup: Setup) -> Callable[[Raw], ProcessedImage]:
+    Image.MAX_IMAGE_PIXELS = None  # sizes are checked by `opened_image`, which says what is allowed
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     from kvcellar.images.processing import Processor  # not at the top: it reads the environment
 

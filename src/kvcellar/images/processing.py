@@ -93,11 +93,14 @@ class Processor:
             raise BadRequest(f"the processor makes {total} bytes of the image; {MOST_ARRAYS} are allowed")
         rows = self._rows(texts[0])
         self._check(rows, *size)
-        return ProcessedImage(ImageInput(self._digest(image), rows, arrays), texts[0], *size)
+        return ProcessedImage(ImageInput(self._digest(image), rows, arrays), texts[0], *size, processor.image_token)
+
+    def tokens(self, text: str) -> list[int]:
+        """Of a text that it has written."""
+        return self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _rows(self, text: str) -> int:
-        ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        rows = ids.count(self._placeholder)
+        rows = self.tokens(text).count(self._placeholder)
         if not rows:
             raise BadRequest(f"the text that the processor writes for an image has no token {self._placeholder}")
         return rows
@@ -173,7 +176,7 @@ def _importable(kind: Any) -> Any:
             sys.modules.setdefault(f"{folder}.image_processing_{name}", for_pillow)
             kind = getattr(importlib.import_module(place), kind.__name__)
     module: Any = sys.modules[kind.__module__]
-    if vars(module).get("num2words", module) is None:
+    if "num2words" in vars(module) and module.num2words is None:
         module.num2words = str
     return kind
 

@@ -48,7 +48,7 @@ def value(clock: float, *, hits: float, saves: int, costs: int, priority: int = 
     return clock + hits * saves * 2.0**priority / costs
 
 
-NEAREST, EVERY = 16, 256  # tokens between checkpoints: fewer save no more than a step takes
+NEAREST, NEAR, EVERY = 8, 32, 256  # tokens between checkpoints: fewer save no more than a step takes
 SMALL_ROW = 1 << 20  # bytes of a row of recurrent state, which takes no time that could be measured
 
 
@@ -56,7 +56,7 @@ def distance(row: int) -> int:
     """Tokens between spare checkpoints of recurrent state while memory is free, by the bytes of a row, so that they
     take at most 3 % of the time of a prompt (measured on CPUs, docs/log.md). It is computed and not timed, so that the
     same model leaves the same checkpoints each time."""
-    return NEAREST if row < SMALL_ROW else 2 * NEAREST
+    return NEAREST if row < SMALL_ROW else NEAR
 
 
 TAIL = 4  # tokens that cells save which only let prompts resume where none has before, in the value of a checkpoint

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvcellar.events import Recall
 from kvcellar.memory.memory import Memory
-from kvcellar.memory.policy import EVERY
+from kvcellar.memory.policy import EVERY, NEAREST
 from kvcellar.memory.prefix.node import TOKEN, Kept, Match, Node, Reuse, Use, Watch, everyone, key_of
 from kvcellar.memory.prefix.order import UNLIMITED, Part
 from kvcellar.memory.prefix.tree import Tree
@@ -26,7 +26,7 @@ from kvcellar.memory.retention import DEFAULT, NO_OPTIONS, Retention, RetentionO
 from kvcellar.memory.spans import Span
 
 LAST = (9, 17, 25, 33)  # spare checkpoints so many tokens before the end of a prompt, whose last lines may be others
-DECODE = 4  # times as far apart are spare checkpoints of answers, where each takes a step's time of its own
+DECODE = 4  # times as far apart are those of answers, each of which takes a step time, unless rows are small
 NAMESPACES = 256  # for which it is known where prompts part
 BRANCHES, LIKELY = 64, 8  # places where prompts part that are known, and that one prompt has checkpoints for
 NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
@@ -301,7 +301,8 @@ class Prefixes:
         found += _multiples(self._every, max(new.start, prompt), new.end)  # in decode
         if spare and self._spare:
             last = [prompt - n for n in LAST if new.start < prompt - n <= new.end]
-            apart = self._spare if new.start < prompt else min(EVERY, DECODE * self._spare)
+            often = new.start < prompt or self._spare <= NEAREST
+            apart = self._spare if often else min(EVERY, DECODE * self._spare)
             found = sorted({*found, *last, *_multiples(apart, new.start, new.end)})
         return tuple(found)
 

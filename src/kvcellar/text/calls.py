@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any, cast
 
 from kvcellar.errors import BadRequest
-from kvcellar.text.conversation import texts
+from kvcellar.text.conversation import image_parts, texts
 from kvcellar.values import no_number
 
 Message = dict[str, Any]
@@ -50,7 +50,7 @@ class CallForm:
         for index, message in enumerate(messages):
             result = message["role"] == "tool" and not self.results
             if result and joinable:
-                fitted[-1]["content"] += "\n" + _result(message)
+                fitted[-1]["content"] = _together(fitted[-1]["content"], _result(message))
             elif result:
                 fitted.append({"role": "user", "content": _result(message)})
             else:
@@ -134,10 +134,21 @@ def _flat(call: Message) -> Message:
     return {**_function(call), **rest} if _function(call) is not call else rest
 
 
-def _result(message: Message) -> str:
+def _result(message: Message) -> str | list[Any]:
+    """What the user's message says; a list of parts if there are images in the result."""
     names = {"name": "tool", "tool_call_id": "tool_call_id"}
     named = {ours: message[theirs] for theirs, ours in names.items() if theirs in message}
-    return _json({"tool_response": {**named, "content": "\n".join(texts(message))}})
+    text = _json({"tool_response": {**named, "content": "\n".join(texts(message))}})
+    return [{"type": "text", "text": text}, *images] if (images := image_parts(message)) else text
+
+
+def _together(one: str | list[Any], other: str | list[Any]) -> str | list[Any]:
+    if isinstance(one, str) and isinstance(other, str):
+        return one + "\n" + other
+    as_parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content for content in (one, other)
+    ]
+    return [*as_parts[0], *as_parts[1]]
 
 
 def _after(message: Message, text: str) -> str:

@@ -117,10 +117,10 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     _with_tool_calls(message, where)
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
-        raise _wrong(f"{where}.content must be a string or a list of text parts")
+        raise _wrong(f"{where}.content must be a string or a list of text and image parts")
     if isinstance(content, list):
         for index, part in enumerate(cast("list[Any]", content)):
-            _text_part(part, f"{where}.content[{index}]")
+            _check_part(part, f"{where}.content[{index}]")
     if content is None and message["role"] == "assistant" and any(name in message for name in REASONING):
         message["content"] = ""
     elif not content and not isinstance(content, str) and not message.get("tool_calls"):
@@ -156,12 +156,14 @@ def _check_call(call: Any, where: str) -> None:
         raise _wrong(f"{where}.function.arguments must be a string that holds a JSON object, or an object")
 
 
-def _text_part(given: object, where: str) -> None:
+def _check_part(given: object, where: str) -> None:
+    """`image` in a part of the type image says what image it is."""
     part = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-    if part.get("type") != "text":
-        raise _wrong(f"{where}.type must be text; images, audio and files are not supported")
-    if not isinstance(part.get("text"), str):
-        raise _wrong(f"{where}.text must be a string")
+    kind = part.get("type")
+    if kind not in ("text", "image"):
+        raise _wrong(f"{where}.type must be text or image; audio, video and files are not supported")
+    if not isinstance(part.get(kind), str):
+        raise _wrong(f"{where}.{kind} must be a string")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -173,9 +175,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def joined(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its text parts joined by newlines into one string, as in vLLM."""
     content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": "\n".join(part["text"] for part in cast("list[dict[str, str]]", content))}
+    return {**message, "content": "\n".join(texts(message))} if isinstance(content, list) else message
 
 
 def texts(message: Mapping[str, Any]) -> list[str]:
@@ -183,7 +183,20 @@ def texts(message: Mapping[str, Any]) -> list[str]:
     content = message.get("content")
     if isinstance(content, str):
         return [content]
-    return [part["text"] for part in cast("list[dict[str, str]]", content or [])]
+    return [part["text"] for part in cast("list[dict[str, str]]", content or []) if part["type"] == "text"]
+
+
+def image_parts(message: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The parts of the message's content that are images."""
+    content = message.get("content")
+    parts = cast("list[dict[str, str]]", content) if isinstance(content, list) else []
+    return [part for part in parts if part["type"] == "image"]
+
+
+def with_images(message: dict[str, Any], part: dict[str, str]) -> dict[str, Any]:
+    """The message with `part` in place of each image."""
+    parts = cast("list[dict[str, str]]", message["content"])
+    return {**message, "content": [part if one["type"] == "image" else one for one in parts]}
 
 
 def parted(message: dict[str, Any]) -> dict[str, Any]:
@@ -318,11 +331,11 @@ def unmarked(text: str, mark: str) -> tuple[str, tuple[int, ...]]:
     return "".join(parts), tuple(places)
 
 
-def unused(texts: Iterable[str]) -> str:
-    """A private-use character that occurs in none of the texts. Raises `BadRequest` if there is none."""
-    if not (free := some_unused(texts, 1)):
-        raise _wrong("messages has every character of a plane for private use; leave one of them out")
-    return free[0]
+def unused(texts: Iterable[str], count: int = 1) -> list[str]:
+    """Private-use characters that occur in none of the texts. Raises `BadRequest` if there are not so many."""
+    if len(free := some_unused(texts, count)) < count:
+        raise _wrong("messages has every character of a plane for private use; leave some of them out")
+    return free
 
 
 def some_unused(texts: Iterable[str], count: int) -> list[str]:
@@ -335,7 +348,7 @@ def some_unused(texts: Iterable[str], count: int) -> list[str]:
 
 
 # Strings in messages and tool definitions that templates look up or compare with, and that must not be changed.
-_WORDS = ROLES | {"text", "function", "object", "array", "string", "number", "integer", "boolean", "null"}
+_WORDS = ROLES | {"text", "image", "function", "object", "array", "string", "number", "integer", "boolean", "null"}
 _FIELDS = frozenset(
     {
         *("role", "content", "name", "type", "text", "id", "tool_calls", "tool_call_id", "function", *REASONING),

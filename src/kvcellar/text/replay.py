@@ -21,7 +21,6 @@ it are looked up once, and used like those that are known here.
 
 import json
 import threading
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 from kvcellar.events import Rewrite
+from kvcellar.images.image import is_row
 from kvcellar.text.conversation import common, texts
 from kvcellar.text.output import DecoderKind, decoder_kind
 from kvcellar.text.template import Rendered
@@ -148,10 +148,18 @@ class Replays:
     """What is known of the chats of one model: at most `most_bytes` of text and tokens, as `turns` counts them."""
 
     def __init__(
-        self, tokenizer: TextTokenizer, most_bytes: int, *, borders: bool = False, shared: SharedReplies | None = None
+        self,
+        tokenizer: TextTokenizer,
+        most_bytes: int,
+        *,
+        borders: bool = False,
+        shared: SharedReplies | None = None,
+        placeholder: int | None = None,
     ) -> None:
-        """`borders`: find where messages begin, which takes another rendering of each prompt."""
+        """`borders`: find where messages begin, which takes another rendering of each prompt. `placeholder`: the token
+        that is written for each row of an image."""
         self._tokenizer, self._finds_borders, self._shared = tokenizer, borders, shared
+        self._placeholder = placeholder
         self._most = 0 if decoder_kind(tokenizer.decoder_steps) is DecoderKind.WHOLE else most_bytes
         self._turns = Turns(self._most)
         self.used = False  # whether a chat was rendered
@@ -171,10 +179,10 @@ class Replays:
         """The tokens of a prompt. `owner`: whose shared replies it may have. Raises what `Rendered.encode` raises."""
         if 4 * len(rendered.text) > self._most:  # also where no replies are kept
             return rendered.encode(self._tokenizer, limit=limit)
-        self._tokenizer.check_length(rendered.text, limit)
+        self._tokenizer.check_length(rendered.written, limit)
         with self._taken_in():
             walk = self._turns.walk(namespace, rendered.text)
-        known = [turn for turn in walk.turns if _marks_before(rendered, turn.end) == turn.marks]
+        known = [turn for turn in walk.turns if rendered.until(turn.end).marks == turn.marks]
         now = history(rendered, namespace)
         if known and known[-1].end == len(rendered.text):
             ids, fit = known[-1].all_ids(), None
@@ -248,14 +256,19 @@ class Replays:
             turn = self._turns.of_history(key)
         if (turn is not None and turn.replies) or (found := self._shared.find(owner, namespace, key)) is None:
             return None
-        ids, replies = unpacked(found.ids), tuple(map(unpacked, found.replies))
-        text, marks = rendered.text[: found.end], _marks_before(rendered, found.end)
-        written = (self._tokenizer.written(token) is not None for token in chain(ids, *replies))
-        if found.end > len(rendered.text) or found.marks != marks or not all(written) or not self._spells(ids, text):
+        before = rendered.until(found.end)
+        rows = [row for image in before.images.among(before.text) for row in image.input.row_ids()]
+        if found.end > len(rendered.text) or found.marks != before.marks or (rows and len(found.ids) % 8):
+            return None
+        ids, replies = unpacked(found.ids, wide=bool(rows)), tuple(map(unpacked, found.replies))
+        if [*filter(is_row, ids)] != rows:
+            return None
+        tokens = (token for token in chain(ids, *replies) if not is_row(token))
+        if any(self._tokenizer.written(token) is None for token in tokens) or not self._spells(ids, before.written):
             return None
         node = Node(None, "", namespace)
         return self._fit(
-            PromptTurn(node, None, ids, found.end, len(ids), marks, (), b"", b"", replies=replies), rendered
+            PromptTurn(node, None, ids, found.end, len(ids), before.marks, (), b"", b"", replies=replies), rendered
         )
 
     def _spells(self, ids: Iterable[int], text: str) -> bool:
@@ -276,39 +289,40 @@ class Replays:
         return next((fit for turn in answered if (fit := self._fit(turn, rendered)) is not None), None)
 
     def _spelled(self, token: int) -> bytes:
-        """The bytes of a token, and the text of a control token."""
+        """The bytes of a token, and the text of a control token; of a row of an image, those of its placeholder."""
+        if is_row(token):
+            assert self._placeholder is not None
+            return self._spelled(self._placeholder)
         written = self._tokenizer.control.get(token)
         return self._bytes_of(token) if written is None else written.encode()
 
     def _fit(self, turn: PromptTurn, rendered: Rendered) -> Fit | None:
-        text, marks = _from(rendered.text, rendered.marks, turn.end)
-        rest = self._rest(text, marks)
+        after = rendered.since(turn.end)
+        rest = self._rest(after)
         if rest is None:
             return None
-        fits = (self._fit_of(turn, reply, text, marks, rest) for reply in reversed(turn.replies))
+        fits = (self._fit_of(turn, reply, after, rest) for reply in reversed(turn.replies))
         return max((fit for fit in fits if fit.kept), key=lambda fit: fit.covers, default=None)
 
-    def _fit_of(
-        self, turn: PromptTurn, reply: Sequence[int], text: str, marks: tuple[int, ...], rest: Sequence[int]
-    ) -> Fit:
+    def _fit_of(self, turn: PromptTurn, reply: Sequence[int], after: Rendered, rest: Sequence[int]) -> Fit:
         kept, used, covers = self._cut(reply, rest)
-        if kept < len(reply) and (found := self._after(reply, text, marks, rest)) is not None:
-            covers, after = found
-            return Fit(turn, reply, len(reply), covers, [*reply, *after])
+        if kept < len(reply) and (found := self._after(reply, after, rest)) is not None:
+            covers, ids = found
+            return Fit(turn, reply, len(reply), covers, [*reply, *ids])
         return Fit(turn, reply, kept, covers, [*reply[:kept], *rest[used:]])
 
-    def _rest(self, text: str, marks: tuple[int, ...]) -> list[int] | None:
+    def _rest(self, after: Rendered) -> list[int] | None:
         """The tokens of a text that continues another one. None if every way of tokenizing it adds a space to it."""
-        begins = text[:HEAD].encode()
+        begins = after.written[:HEAD].encode()
         for lead, before in self._leads:
-            ids = self._tokenizer.encode_marked(lead + text, [len(lead) + mark for mark in marks])
+            ids = after.encode(self._tokenizer, lead=lead)
             rest = ids[len(before) :]
             if ids[: len(before)] == before and self._begins(rest, begins):
                 return rest
         return None
 
     def _begins(self, ids: Sequence[int], text: bytes) -> bool:
-        return not ids or ids[0] in self._tokenizer.control or text.startswith(self._bytes_of(ids[0]))
+        return not ids or ids[0] in self._tokenizer.control or is_row(ids[0]) or text.startswith(self._bytes_of(ids[0]))
 
     def _cut(self, reply: Sequence[int], rest: Sequence[int]) -> tuple[int, int, int]:
         """After how many tokens of a reply, and how many of `rest`, the tokens of `rest` can follow those of the reply:
@@ -344,9 +358,7 @@ class Replays:
             ends.append(size)
         return ends, b"".join(parts)
 
-    def _after(
-        self, reply: Sequence[int], text: str, marks: tuple[int, ...], rest: Sequence[int]
-    ) -> tuple[int, list[int]] | None:
+    def _after(self, reply: Sequence[int], after: Rendered, rest: Sequence[int]) -> tuple[int, list[int]] | None:
         """The bytes of a whole reply, and the tokens of what follows it, where the tokenizer has a token across its
         end; `rest` are those that it gives to `text`. None if the text does not begin with the reply, or its control
         tokens would be others."""
@@ -355,10 +367,10 @@ class Replays:
             said = spoken.decode()
         except UnicodeDecodeError:
             return None
-        if not text.startswith(said):
+        if not after.text.startswith(said):
             return None
-        after = self._rest(*_from(text, marks, len(said)))
-        return (len(spoken), after) if after is not None and self._controls(after) == self._controls(rest) else None
+        ids = self._rest(after.since(len(said)))
+        return (len(spoken), ids) if ids is not None and self._controls(ids) == self._controls(rest) else None
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in self._tokenizer.control]
@@ -400,13 +412,14 @@ class Replays:
             end = place.end
         starts = sorted(starts)
         starts = [*starts[:FIRST_BORDERS], *starts[FIRST_BORDERS:][-LAST_BORDERS:]]
-        return tuple(sorted({at for at in self._tokens_before(rendered.text, starts, ids) if 0 < at < len(ids)}))
+        return tuple(sorted({at for at in self._tokens_before(rendered, starts, ids) if 0 < at < len(ids)}))
 
-    def _tokens_before(self, text: str, places: Sequence[int], ids: Sequence[int]) -> list[int]:
+    def _tokens_before(self, rendered: Rendered, places: Sequence[int], ids: Sequence[int]) -> list[int]:
         """How many of its tokens are whole before each of these places in a text, ascending. None if the tokens do not
         spell the text, but for spaces that some tokenizers put in front of texts."""
-        written, found, at = text.encode(), list[int](), 0
-        ends = [*accumulate(len(text[a:b].encode()) for a, b in pairwise([0, *places]))]
+        written, found, at = rendered.written.encode(), list[int](), 0
+        parts = (rendered.images.written(rendered.text[a:b])[0] for a, b in pairwise([0, *places]))
+        ends = [*accumulate(len(part.encode()) for part in parts)]
         for number, token in enumerate(ids):
             spelled = self._spelled(token)
             if not written.startswith(spelled, at):
@@ -458,18 +471,10 @@ class Replays:
 
 
 def _bytes_of(tokenizer: TextTokenizer, token: int) -> bytes:
-    """The bytes of a token in a text; of a control token, bytes that no text has."""
-    return b"\xff" + token.to_bytes(4, "little") if token in tokenizer.control else tokenizer.token_bytes(token)
-
-
-def _marks_before(rendered: Rendered, end: int) -> tuple[int, ...]:
-    """The marks of the first `end` characters."""
-    return rendered.marks[: bisect_right(rendered.marks, end)]
-
-
-def _from(text: str, marks: Sequence[int], start: int) -> tuple[str, tuple[int, ...]]:
-    """The text from `start` on, with its marks."""
-    return text[start:], tuple(mark - start for mark in marks[bisect_right(marks, start) :])
+    """The bytes of a token in a text; of a control token, and of a row of an image, bytes that no text has."""
+    if token in tokenizer.control or is_row(token):
+        return b"\xff" + token.to_bytes(8, "little")
+    return tokenizer.token_bytes(token)
 
 
 def _lost(

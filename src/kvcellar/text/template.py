@@ -30,6 +30,7 @@ from kvcellar.text.conversation import (
     Marker,
     checked,
     common,
+    image_parts,
     joined,
     parted,
     some_unused,
@@ -37,34 +38,55 @@ from kvcellar.text.conversation import (
     texts,
     unmarked,
     unused,
+    with_images,
 )
+from kvcellar.text.labels import NO_IMAGES, Labelled, label
 from kvcellar.text.rendering import FAULTS, OVER, ChatEnvironment, Outcome, Refused, Renderer
 from kvcellar.text.tokens import TextTokenizer
 
 MAX_SOURCE_CHARS = 2**20
 MAX_REASON_CHARS = 1000
 
+_IMAGE_PROBE = [{"type": "text", "text": "probe"}, {"type": "image"}, {"type": "text", "text": "probe"}]
+_ID = "probe0123"  # nine letters and digits: some templates accept no other ids
 _OWN = ("messages", "tools", "documents", "add_generation_prompt")  # variables that a client cannot set
 _THINKING = ("enable_thinking", "thinking")  # variables by which templates switch reasoning on and off
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as one text; `marks` are positions where the text was written by a client, not by the template.
-    It was made of `messages` with `settings`. `places` finds where messages are in the text (see `message_places`)."""
+    """A conversation as one text; `marks` are positions where the text was written by a client, not by the template,
+    and labels stand for `images`. It was made of `messages` with `settings`. `places` finds where messages are in the
+    text (see `message_places`)."""
 
     text: str
     marks: tuple[int, ...] = ()
+    images: Labelled = NO_IMAGES
     messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
     places: Callable[[], "Sequence[Place]"] = field(default=tuple, compare=False, repr=False)
 
-    def encode(self, tokenizer: TextTokenizer, *, limit: int | None = None) -> list[int]:
-        """The token ids of `text`, where control tokens with a mark inside are encoded as ordinary text.
+    @property
+    def written(self) -> str:
+        """What the tokenizer gets."""
+        return self.images.written(self.text)[0]
+
+    def encode(self, tokenizer: TextTokenizer, *, lead: str = "", limit: int | None = None) -> list[int]:
+        """The token ids of `text` behind `lead`, where control tokens with a mark inside are encoded as ordinary text.
 
         Raises `PromptTooLong` for more than `limit`, and `BadRequest`, as `TextTokenizer.encode` does.
         """
-        return tokenizer.encode_marked(self.text, self.marks, limit=limit)
+        marks = [len(lead) + mark for mark in self.marks] if lead else self.marks
+        return self.images.encode(tokenizer, lead + self.text, marks, limit=limit)
+
+    def until(self, end: int) -> "Rendered":
+        """The first `end` characters."""
+        return Rendered(self.text[:end], self.marks[: bisect_right(self.marks, end)], self.images)
+
+    def since(self, start: int) -> "Rendered":
+        """What follows the first `start` characters."""
+        marks = self.marks[bisect_right(self.marks, start) :]
+        return Rendered(self.text[start:], tuple(mark - start for mark in marks), self.images)
 
 
 class Place(NamedTuple):
@@ -103,6 +125,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: TextTokenizer, renderer: Renderer, caps: Caps | None = None) -> None:
         """Raises `ModelRefused` if `source` is not a template."""
         self.source, self._tokenizer, self._renderer, self._caps = source, tokenizer, renderer, caps or Caps()
+        self._seen: dict[tuple[str, str], bool] = {}  # by role and token: whether it writes images in such messages
         if len(source) > MAX_SOURCE_CHARS:
             raise ModelRefused(f"the chat template has {len(source)} characters; {MAX_SOURCE_CHARS} are allowed")
         try:
@@ -118,6 +141,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        images: Labelled = NO_IMAGES,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -133,6 +157,8 @@ class ChatTemplate:
         With `continue_final_message`, the last message is the beginning of the answer: the text ends where its content
         does, whatever `add_generation_prompt` is. White space at its end is kept where the template keeps it.
 
+        `images` are those of the parts of the type image, in order.
+
         Raises `BadRequest` for invalid messages, and its subclass `TemplateFailed` if the template rejects the
         messages, fails on them, or exceeds its caps.
         """
@@ -145,7 +171,7 @@ class ChatTemplate:
         }
         if continue_final_message:
             check_continued(conversation)
-        write = partial(self._continued if continue_final_message else self._written, settings=settings)
+        write = partial(self._continued if continue_final_message else self._written, settings=settings, images=images)
         rendered = write(conversation)
         return replace(rendered, places=partial(message_places, conversation, rendered.text, write))
 
@@ -192,29 +218,51 @@ class ChatTemplate:
             return None
         return text[common(before, text) :] if self._calls.arguments is not Arguments.NONE else None
 
-    def _written(self, conversation: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> Rendered:
-        given = {**settings, "messages": self._fitted(conversation)}
-        mark = unused((self.source, *strings(given)))
+    def _written(
+        self, conversation: Sequence[dict[str, Any]], settings: Mapping[str, Any], images: Labelled
+    ) -> Rendered:
+        fitted = self._with_calls(conversation)
+        mark, sign = unused((self.source, *strings([*fitted, dict(settings)])), 2)
+        given = {**settings, "messages": [self._fitting(message, sign, images.token) for message in fitted]}
         variables = {**self._tokenizer.special_tokens, **self._marker.marked(given, mark)}
-        return Rendered(*unmarked(self._run(variables, mark), mark), conversation, settings)
+        text = self._with_labels(self._run(variables, mark), sign, images)
+        return Rendered(*unmarked(text, mark), images, conversation, settings)
 
-    def _continued(self, conversation: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> Rendered:
+    def _with_labels(self, text: str, sign: str, images: Labelled) -> str:
+        """A text with a label for each image that the template has written, in order. What a client has written like an
+        image has a mark inside; `sign` stands for an image where the template writes none."""
+        if not images.images:
+            return text
+        parts = re.split(f"({re.escape(images.token)}|{sign})", text)
+        found = len(parts) // 2
+        if found != len(images.images):
+            raise BadRequest(
+                f"the chat template writes {found} images, and the messages have {len(images.images)}", "messages"
+            )
+        before, after = self._around(images.token) if sign in parts else ("", "")
+        for at, image in zip(range(1, len(parts), 2), images.images, strict=True):
+            written = label(image.input)
+            parts[at] = before + written + after if parts[at] == sign else written
+        return "".join(parts)
+
+    def _continued(
+        self, conversation: Sequence[dict[str, Any]], settings: Mapping[str, Any], images: Labelled
+    ) -> Rendered:
         """What is written up to the end of the content of the last message, which is found by a character that occurs
         nowhere else, and a space behind it: as transformers, which looks whether the template trims the content."""
-        sign = unused((self.source, *strings([list(conversation), dict(settings)])))
-        written = self._written([*conversation[:-1], _extended(conversation[-1], sign + " ")], settings)
+        (sign,) = unused((self.source, *strings([list(conversation), dict(settings)])))
+        written = self._written([*conversation[:-1], _extended(conversation[-1], sign + " ")], settings, images)
         end = written.text.rfind(sign)
         if end < 0:
             raise BadRequest("the chat template does not write the text of the message that is continued", "messages")
         text = written.text[:end] if written.text.startswith(sign + " ", end) else written.text[:end].rstrip()
-        marks = written.marks[: bisect_right(written.marks, len(text))]
-        return Rendered(text, marks, conversation, settings)
+        return replace(written.until(len(text)), messages=conversation, settings=settings)
 
-    def _fitted(self, conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in the form that the template reads."""
+    def _with_calls(self, conversation: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """The messages with calls and results in the form that the template reads."""
         if any(message["role"] == "tool" or "tool_calls" in message for message in conversation):
-            conversation = self._calls.fit(conversation, Copier(self._caps, "messages").copy)
-        return [self._fitting(message) for message in conversation]
+            return self._calls.fit(conversation, Copier(self._caps, "messages").copy)
+        return conversation
 
     def _settings(self, variables: Any, effort: Any) -> dict[str, Any]:
         """The client's variables that the template reads."""
@@ -240,9 +288,14 @@ class ChatTemplate:
             raise _failed(outcome, mark)
         return outcome.text
 
-    def _fitting(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its content in the form that the template reads."""
+    def _fitting(self, message: dict[str, Any], sign: str = "", token: str = "") -> dict[str, Any]:
+        """The message with its content in the form that the template reads. `sign` stands for an image where it does
+        not write `token`."""
         reads_text, reads_parts = self._reads
+        if image_parts(message):
+            if self._writes_images(message["role"], token):
+                return with_images(message, {"type": "image"})
+            message = joined(with_images(message, {"type": "text", "text": sign}))
         if not reads_text:
             return parted(message)
         return message if reads_parts else joined(message)
@@ -260,6 +313,26 @@ class ChatTemplate:
         as_they_are = any(f"text{q}: {q}{word}" in parts for q in "'\"")
         reads_parts = word in parts and not as_they_are
         return word in text or not reads_parts, reads_parts
+
+    def _writes_images(self, role: str, token: str) -> bool:
+        """Whether the template writes `token` for an image in a message of this role. Renders a probe."""
+        if (role, token) not in self._seen:
+            asked = {"role": "user", "content": "x"}
+            function: dict[str, Any] = {"name": "x", "arguments": {}}
+            called = {"role": "assistant", "tool_calls": [{"id": _ID, "type": "function", "function": function}]}
+            before = {"assistant": [asked], "tool": self._with_calls([asked, called])}.get(role, [])
+            shown = {"role": role, "content": _IMAGE_PROBE, "tool_call_id": _ID}
+            written = self._tried(
+                [*map(self._fitting, before), shown, *map(self._fitting, [asked] * (role == "system"))]
+            )
+            self._seen[role, token] = written.count(token) == 1
+        return self._seen[role, token]
+
+    def _around(self, token: str) -> tuple[str, str]:
+        """What the template writes before and after `token`, between texts in a message of the user."""
+        parts = self._tried([{"role": "user", "content": _IMAGE_PROBE}]).split("probe")
+        before, found, after = parts[1].strip().partition(token) if len(parts) == 3 else ("", "", "")
+        return (before, after) if found else ("", "")
 
     def _tried(self, messages: list[dict[str, Any]]) -> str:
         own = {**self._tokenizer.special_tokens, "add_generation_prompt": False, "tools": None, "documents": None}
@@ -286,6 +359,8 @@ def _extended(message: dict[str, Any], text: str) -> dict[str, Any]:
     if isinstance(content, str):
         return {**message, "content": content + text}
     *parts, last = cast("list[dict[str, str]]", content)
+    if last["type"] != "text":
+        return {**message, "content": [*parts, last, {"type": "text", "text": text}]}
     return {**message, "content": [*parts, {**last, "text": last["text"] + text}]}
 
 
@@ -323,8 +398,9 @@ def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str) and content.strip():
         return {**message, "content": _with_sign(content, sign)}
-    if isinstance(content, list) and (parts := cast("list[dict[str, str]]", content)):
-        longest = max(range(len(parts)), key=lambda n: len(parts[n]["text"].strip()))
+    if isinstance(content, list) and texts(message):
+        parts = cast("list[dict[str, str]]", content)
+        longest = max(range(len(parts)), key=lambda n: len(parts[n].get("text", "").strip()))
         signed = {**parts[longest], "text": _with_sign(parts[longest]["text"], sign)}
         return {**message, "content": [*parts[:longest], signed, *parts[longest + 1 :]]}
     if calls:

@@ -6,14 +6,15 @@ of a turn follow those of the turn that it continues, its `parent`: a conversati
 Always true:
   * a turn was used no later than the turn that it continues: what is evicted is never continued by another one;
   * each turn is the turn of one node, and each leaf of a trie has a turn;
-  * the texts, tokens and replies of all turns take at most `most` bytes; a character counts as 4, a token as 4.
+  * the texts, tokens and replies of all turns take at most `most` bytes; a character counts as 4, a token as 4,
+    or 8 where there are images.
 
 Not safe to use from several threads at once.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -26,13 +27,17 @@ REPLY_BYTES = 200
 REPLIES = 8  # to one prompt
 
 
-def packed(ids: Iterable[int]) -> "array[int]":
-    return array("I", ids)
+def packed(ids: Sequence[int]) -> "array[int]":
+    """In 4 bytes each; in 8 where there are rows of images."""
+    try:
+        return array("I", ids)
+    except OverflowError:
+        return array("Q", ids)
 
 
-def unpacked(content: bytes) -> "array[int]":
-    """Raises `ValueError`."""
-    found = array("I")
+def unpacked(content: bytes, *, wide: bool = False) -> "array[int]":
+    """`wide`: with rows of images. Raises `ValueError`."""
+    found = array("Q" if wide else "I")
     found.frombytes(content)
     return found
 
@@ -87,9 +92,8 @@ class PromptTurn:
     @property
     def size(self) -> int:
         replies = sum(REPLY_BYTES + 4 * len(reply) for reply in self.replies)
-        return (
-            TURN_BYTES + 4 * len(self.ids) + 8 * (len(self.marks) + len(self.borders)) + 48 * len(self.said) + replies
-        )
+        ids = self.ids.itemsize * len(self.ids)
+        return TURN_BYTES + ids + 8 * (len(self.marks) + len(self.borders)) + 48 * len(self.said) + replies
 
 
 class Walk(NamedTuple):
@@ -174,7 +178,7 @@ class Turns:
             self._evict()
         return turn
 
-    def reply(self, turn: PromptTurn, ids: Iterable[int]) -> None:
+    def reply(self, turn: PromptTurn, ids: Sequence[int]) -> None:
         """Know the tokens of a reply to a prompt."""
         reply = packed(ids)
         if turn not in self._used or not reply:
@@ -276,7 +280,7 @@ class Turns:
             rest += node.children.values()
 
 
-def prompt_key(namespace: str, ids: Iterable[int]) -> bytes:
+def prompt_key(namespace: str, ids: Sequence[int]) -> bytes:
     digest = blake2b(packed(ids), digest_size=16)
     digest.update(namespace.encode())
     return digest.digest()

@@ -381,7 +381,7 @@ CONTENTS = (
           (f"{TEXTS}/test_template.py::test_a_template_that_does_not_end_is_ended",
            f"{TEXTS}/test_template.py::test_a_template_that_would_fill_memory_is_stopped_or_bounded")),
     Fault(35, "Addresses of images, audio, video and files", "400; nothing is fetched", tuple(media())),
-    Fault(36, "An image that is a bomb", "400", why_not="no media are read: an image is refused unread, as fault 35"),
+    Fault(36, "An image that is a bomb", "400", why_not="the model here takes no images: tests/images"),
     Fault(37, "A model named `../../etc/passwd`, `C:\\x`, by 10 KB, an emoji, NUL, `.`, `-rf`, in other case",
           "404", tuple(values("model", *STRANGE, status=404)),
           ("tests/library/test_names.py::test_no_name_leaves_the_library",)),

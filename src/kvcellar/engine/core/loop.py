@@ -323,7 +323,10 @@ class Loop:
         try:
             for completion in list(self.scheduler.running):
                 if completion.full(self._context):
-                    self._shift(completion)
+                    if self.manager.movable(completion):
+                        self._shift(completion)
+                    else:
+                        self.end(completion, "length")
             self._encode()
             self.scheduler.current = None
             scheduled, stuck = self.scheduler.schedule()

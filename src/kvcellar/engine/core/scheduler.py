@@ -286,7 +286,8 @@ class Scheduler:
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
             late = [one for one in self.running if one.late]
             full = [one for one in self.running if one.full(self._context)]  # as well: it shifts before the next step
-            stuck += [one for one in self.running if one not in (*late, *full)]
+            waits = [one for one in self.running if self._manager.next_end(one) <= one.computed]  # for an image
+            stuck += [one for one in self.running if one not in (*late, *full, *waits)]
             if late and not stuck:
                 late[0].await_mask(MASK_SECONDS)  # there is nothing else to compute
         self._starts = self._max_sequences if step.starts is None else step.starts

@@ -302,6 +302,12 @@ class SequenceManager:
         self.shifts += 1
         return None
 
+    def movable(self, completion: Completion) -> bool:
+        """Whether tokens of a completion may be dropped, and others have their positions: not beside images that are in
+        one step or not at all, or have positions of several axes."""
+        images = completion.request.images
+        return images is None or self.seeing is None or not (images.ahead or self.seeing.vision.axes)
+
     def drop(self, completion: Completion, span: Span, reason: str) -> None:
         """Drop `span` from a completion's text if a shift is not possible, for `reason`. The tokens after it are
         recomputed, and those before it from the nearest position where memory can resume."""

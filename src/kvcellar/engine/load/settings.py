@@ -80,6 +80,8 @@ class Settings:
     replay_bytes: int = 32 * 2**20
     # bytes of `cache_bytes` for what is made of images, for models that take some; None: an eighth, 256 MiB at most
     image_bytes: int | None = None
+    # hosts that images in messages may be fetched from, as `host` or `host:port`; none: nothing is fetched
+    image_hosts: tuple[str, ...] = ()
     attention: str | None = None  # name of an attention backend; None: the first that supports the model
     threads: int | None = None  # CPU threads of torch; None: its default, within the CPU quota
     kv_dtype: str | None = None  # storage of K/V: int8, or k=int8+hadamard,v=int4; None: as `dtype`
@@ -140,6 +142,11 @@ class Settings:
             raise BadRequest("kv_events_replay needs kv_events", "kv_events_replay")
         if self.kv_dtype is not None:
             StoredAs.parse(self.kv_dtype)
+        if not isinstance(self.image_hosts, list | tuple) or not all(
+            isinstance(host, str) for host in self.image_hosts
+        ):
+            raise BadRequest(f"image_hosts must be a list of names, not {shown(self.image_hosts)}", "image_hosts")
+        object.__setattr__(self, "image_hosts", tuple(self.image_hosts))
         self._threads()
         self._draft()
         self._adapters()
@@ -202,6 +209,8 @@ class EngineOptions(TypedDict, total=False):
     max_waiting: int
     text_bytes: int | None
     replay_bytes: int
+    image_bytes: int | None
+    image_hosts: Sequence[str]
     attention: str | None
     threads: int | None
     kv_dtype: str | None

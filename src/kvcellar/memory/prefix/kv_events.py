@@ -21,6 +21,9 @@ Always true of what was published:
   * a block of a medium is stored if and only if its last token, and all before it, are there;
   * `BlockStored` and `BlockRemoved` of a block and medium alternate.
 
+And of calls `after` what has changed: each is made once, also where changes were lost or nothing is published any
+more.
+
 Where changes were lost, because one failed or too many were waiting, `AllBlocksCleared` is published. What was there
 before is then published again only where something new continues it on the device: subscribers may miss blocks that
 are there, and have none that are not.
@@ -193,7 +196,8 @@ class KvEvents:
         self._context: Any = None if endpoint is None else self._zmq.Context()
         self._listeners: list[Send] = []
         self._topic, self._size = topic.encode(), size
-        self._changes: deque[tuple[int, Change | None]] = deque()  # with bytes of tokens; None: the end
+        # with bytes of tokens, and whether it stays where changes are lost; None: the end
+        self._changes: deque[tuple[int, Change | None, bool]] = deque()
         self._waiting_bytes, self._ended, self._lock = 0, False, threading.Lock()
         self._blocks, self._epoch = TreeBlocks(size), 0
         self.parted, self.joined = self._blocks.parted, self._blocks.joined
@@ -249,11 +253,23 @@ class KvEvents:
             send(self._mirror.all())
             self._listeners.append(send)
 
-        self._put(begin)
+        self._put(begin, stays=True)
 
     def leave(self, send: Send) -> None:
         """One that listens is not called any more, soon."""
-        self._put(lambda: self._listeners.remove(send) if send in self._listeners else None)
+        self._put(lambda: self._listeners.remove(send) if send in self._listeners else None, stays=True)
+
+    def after(self, call: Callable[[], None]) -> None:
+        """`call` when listeners have been told all that has changed until now. It must neither raise nor block."""
+
+        def told() -> None:
+            try:
+                self._mirror.flush()
+            finally:
+                call()
+
+        if not self._put(told, stays=True):
+            call()
 
     # -- changes ------------------------------------------------------------------------------------------------
 
@@ -279,35 +295,33 @@ class KvEvents:
     def removed(self, tier: str, key: bytes) -> None:
         self._put(lambda: self._mirror.removed(tier, key))
 
-    def _put(self, change: Change | None, size: int = 0, epoch: int | None = None) -> None:
+    def _put(self, change: Change | None, size: int = 0, epoch: int | None = None, *, stays: bool = False) -> bool:
         """Queue a change whose tokens take `size` bytes. That of an `epoch` is left out after the epoch's end: it
-        continues blocks that subscribers have forgotten."""
+        continues blocks that subscribers have forgotten. False where nothing is published any more."""
         with self._lock:
             if self._ended:
-                return
+                return False
             if len(self._changes) >= WAITING or self._waiting_bytes + size > WAITING_BYTES:
                 self._forget()
-                self._changes.appendleft((0, self._mirror.clear))
+                self._changes.appendleft((0, self._mirror.clear, False))
                 log.warning("too many KV events wait to be published; subscribers are told to forget all blocks")
             if epoch is None or epoch == self._epoch:
-                self._changes.append((size, change))
+                self._changes.append((size, change, stays))
                 self._waiting_bytes += size
         with suppress(OSError):  # it will be woken by what is there already, or is closed
             self._wake.send(b"\0")
+        return True
 
     def _forget(self) -> None:
         """Leave out all changes that wait: subscribers begin again with no blocks. The lock is held."""
-        closing = any(change is None for _, change in self._changes)
-        self._changes.clear()
+        self._changes = deque(one for one in self._changes if one[2])
         self._waiting_bytes = 0
-        if closing:
-            self._changes.append((0, None))
         self._epoch += 1
         self.lost_changes += 1
 
     def close(self) -> None:
         """Send what has changed. May be called again."""
-        self._put(None)
+        self._put(None, stays=True)
         self._thread.join(CLOSING)
 
     # -- on the thread ------------------------------------------------------------------------------------------
@@ -330,7 +344,11 @@ class KvEvents:
         finally:
             with self._lock:
                 self._ended = True
+                left = [change for _, change, stays in self._changes if stays and change is not None]
                 self._changes.clear()
+            for change in left:
+                with suppress(Exception):
+                    change()
             self._close_sockets()
 
     def _apply(self) -> bool:
@@ -355,7 +373,7 @@ class KvEvents:
             with self._lock:
                 if not self._changes:
                     return True
-                size, change = self._changes.popleft()
+                size, change, _ = self._changes.popleft()
                 self._waiting_bytes -= size
             if change is None:
                 return False

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from kvcellar.events import Recall
+from kvcellar.images.image import is_row
 from kvcellar.memory.prefix.node import TOKEN, Node, digest_begun, ids_of, path_digest, path_state
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.snapshot import requested
@@ -205,7 +206,8 @@ def explained(
         detail = f"at least {tokens} tokens were computed with another adapter, or without one, and cannot be used"
         return record("other adapter", detail)
     if (other := _diverging(tree, namespace, key)) is not None:
-        return record("diverged", f"at token {matched} from what was computed before", *other)
+        what = ": another image" if all(map(is_row, (*ids_of(key)[matched : matched + 1], *other[1][:1]))) else ""
+        return record("diverged", f"at token {matched} from what was computed before{what}", *other)
     return record("new", "nothing that was computed before goes on from here")
 
 

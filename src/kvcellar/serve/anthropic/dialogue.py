@@ -5,7 +5,7 @@ one message of the user behind them. Signatures of reasoning are not read: a cli
 decides what they contain anyway.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ HIDDEN = "redacted_thinking"  # reasoning that the client cannot read; this serv
 _BLOCKS = TypeAdapter(Blocks)
 
 Message = dict[str, Any]
+Content = str | list[Message]
+NO_IMAGES: Mapping[int, str] = {}
 
 
 @dataclass(slots=True)
@@ -33,11 +35,11 @@ class Chat:
     breakpoints: list[int] = field(default_factory=list[int])
     ttls: list[float] = field(default_factory=list[float])  # of the breakpoints, seconds
 
-    def add(self, message: Message, blocks: Sequence[Block], where: str) -> None:
+    def add(self, message: Message, blocks: Sequence[Block], where: str, images: Mapping[int, str] = NO_IMAGES) -> None:
         """Append a message that was made of `blocks`."""
         self.messages.append(message)
         calls = [f"{where}[{number}].input" for number, block in enumerate(blocks) if block.type == "tool_use"]
-        self.places.append(Place(where, calls))
+        self.places.append(Place(where, calls, images))
         self.mark(blocks)
 
     def mark(self, blocks: Iterable[Block | AnthropicTool]) -> None:
@@ -92,32 +94,57 @@ def tools_of(tools: Sequence[AnthropicTool] | None) -> list[dict[str, Any]] | No
 
 def _add_user(chat: Chat, blocks: Sequence[Block], where: str) -> None:
     """Results first, then one message with the text."""
-    texts: list[Block] = []
+    own: dict[str, Block] = {}  # by place
     for number, block in enumerate(blocks):
         at = f"{where}[{number}]"
         match block.type:
             case "tool_result":
-                if texts:
+                if own:
                     raise invalid(at, f"{at} is a tool_result behind text; results come first in a message")
-                chat.add(_result(block, at), [block], at)
-            case "text":
-                texts.append(block)
+                content, images = _result(block, at)
+                chat.add({"role": "tool", "tool_call_id": block.tool_use_id, "content": content}, [block], at, images)
+            case "text" | "image":
+                own[at] = block
             case _:
                 raise _unsupported(block, at)
-    if texts:
-        chat.add({"role": "user", "content": _joined(texts, where)}, texts, where)
+    if own:
+        content, images = _content(own)
+        chat.add({"role": "user", "content": content}, [*own.values()], where, images)
     elif not blocks:
         raise invalid(where, f"{where} is empty; a message needs a block")
 
 
-def _result(block: Block, where: str) -> Message:
+def _result(block: Block, where: str) -> tuple[Content, Mapping[int, str]]:
+    """The content of the message of a `tool_result`."""
     if block.tool_use_id is None:
         raise invalid(where, f"{where}.tool_use_id is required in a tool_result")
-    content = block.content
-    if content is not None and not isinstance(content, str):
-        content = _joined(_blocks(content, f"{where}.content"), f"{where}.content")
-    text = f"Error: {content or ''}" if block.is_error else content or ""
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    given = _blocks(block.content or "", f"{where}.content")
+    if block.is_error:
+        first = given.pop(0).text if given and given[0].type == "text" else ""
+        given.insert(0, Block(type="text", text=f"Error: {first}"))
+    return _content({f"{where}.content[{number}]": one for number, one in enumerate(given)})
+
+
+def _content(blocks: Mapping[str, Block]) -> tuple[Content, Mapping[int, str]]:
+    """The content of a message of blocks, by place, that must be text or images, and where its images come from."""
+    if all(block.type != "image" for block in blocks.values()):
+        return "\n".join(_text(block, at) for at, block in blocks.items()), NO_IMAGES
+    parts = [_image(block, at) if block.type == "image" else _text_part(block, at) for at, block in blocks.items()]
+    images = {number: f"{at}.source" for number, (at, block) in enumerate(blocks.items()) if block.type == "image"}
+    return parts, images
+
+
+def _text_part(block: Block, where: str) -> Message:
+    return {"type": "text", "text": _text(block, where)}
+
+
+def _image(block: Block, where: str) -> Message:
+    source = block.source
+    found = None if source is None else source.data if source.type == "base64" else source.url
+    if source is None or found is None:
+        raise invalid(f"{where}.source", f"{where}.source must have data or a url")
+    url = f"data:{source.media_type or 'image/*'};base64,{found}" if source.type == "base64" else found
+    return {"type": "image", "image": url}
 
 
 def _said(blocks: Sequence[Block], where: str) -> Message:
@@ -172,9 +199,10 @@ def _blocks(value: object, where: str) -> list[Block]:
     try:
         return _BLOCKS.validate_python(value)
     except ValidationError:
-        raise invalid(where, f"{where} must be a string, or an array of text blocks") from None
+        raise invalid(where, f"{where} must be a string, or an array of blocks of text and images") from None
 
 
 def _unsupported(block: Block, where: str) -> ApiError:
-    message = f"{where} has the type {block.type!r}, which cannot stand here; this server reads text and calls of tools"
+    can = "this server reads text, images of the user and of tools, and calls"
+    message = f"{where} has the type {block.type!r}, which cannot stand here; {can}"
     return ApiError(400, message, where, "unsupported_content")

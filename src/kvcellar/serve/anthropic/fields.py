@@ -23,18 +23,26 @@ class CacheControl(LooseModel):
     ttl: Literal["5m", "1h"] | None = None
 
 
+class ImageSource(LooseModel):
+    type: Literal["base64", "url"]  # `file` is not supported: this server keeps no files
+    media_type: str | None = None  # of `base64`; which format it is, is read from the data
+    data: str | None = None  # of `base64`
+    url: str | None = None  # of `url`: a `data:` URL, or one on a host that the server allows
+
+
 class Block(LooseModel):
     """A content block. Which fields it has depends on its type; `dialogue` checks that."""
 
-    # `text`, `thinking`, `redacted_thinking`, `tool_use`, `tool_result`; of others, like `image`, there is none
+    # `text`, `image`, `thinking`, `redacted_thinking`, `tool_use`, `tool_result`; others, like `document`, are refused
     type: str
     text: str | None = None  # of `text`
     thinking: str | None = None  # of `thinking`; its `signature` is ignored
     id: str | None = None  # of `tool_use`
     name: str | None = None  # of `tool_use`
     input: dict[str, Any] | None = None  # of `tool_use`
+    source: ImageSource | None = None  # of `image`: see [images](../howto/images.md)
     tool_use_id: str | None = None  # of `tool_result`: the id of a `tool_use` in an earlier message
-    # of `tool_result`: a string, or blocks of the type `text`
+    # of `tool_result`: a string, or blocks of the types `text` and `image`
     content: Annotated[Any, forms.of(forms.ToolResultContent)] = None
     is_error: bool | None = None  # of `tool_result`: the text of the result begins with "Error: "
     cache_control: CacheControl | None = None  # a breakpoint behind the message of the block

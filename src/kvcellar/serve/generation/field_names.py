@@ -7,20 +7,24 @@ The engine knows parameters by one name each, such as `max_tokens`; an API may h
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcellar.errors import BadRequest, PromptTooLong
 
 _FIRST = re.compile(r"\w+")
-_IN_MESSAGE = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function(?:\.arguments)?)?)?")
+_IN_MESSAGE = re.compile(
+    r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function(?:\.arguments)?)?|\.content\[(\d+)\]\.image(?:_url)?)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What of a body a message was made of: the whole message, and the arguments of each of its calls."""
+    """What of a body a message was made of: the whole message, the arguments of each of its calls, and the images of
+    its content, by number of the part."""
 
     message: str
     calls: Sequence[str] = ()
+    images: Mapping[int, str] = field(default_factory=dict[int, str])
 
 
 @contextmanager
@@ -43,6 +47,8 @@ def _placed(error: BadRequest, places: Sequence[Place]) -> bool:
     place, end = places[number], found.end()
     if found[2] is not None and int(found[2]) < len(place.calls):
         error.param = place.calls[int(found[2])]
+    elif found[3] is not None and int(found[3]) in place.images:
+        error.param = place.images[int(found[3])]
     else:
         error.param, end = place.message, found.end(1) + 1
     error.message = error.param + error.message[end:]

@@ -29,6 +29,10 @@ def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _as_url(value: object) -> object:
+    return {"url": value} if isinstance(value, str) else value
+
+
 class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -39,10 +43,40 @@ class LooseModel(StrictModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class TextPart(StrictModel):
-    type: Literal["text"]
-    text: str
+def _known_part(kind: object) -> object:
+    """Raises for what other servers take beside texts and images."""
+    if isinstance(kind, str) and (what := NO_PARTS.get(kind)):
+        raise ValueError(f"be of text or an image: there is no encoder here for {what}")
+    return kind
+
+
+NO_PARTS: Mapping[str, str] = {
+    **dict.fromkeys(("input_audio", "audio_url", "audio"), "audio"),
+    **dict.fromkeys(("video_url", "input_video", "video"), "video"),
+    **dict.fromkeys(("file", "input_file", "document"), "files"),
+}
+
+
+class ImageUrl(LooseModel):
+    url: str  # a `data:` URL with the image in base64
+    detail: Literal["auto", "low", "high", "original"] | None = None  # no effect: the model's processor decides
+
+
+class Part(StrictModel):
+    type: Annotated[Literal["text", "image_url"], BeforeValidator(_known_part)]
+    text: str | None = None  # of `text`
+    image_url: Annotated[ImageUrl | None, BeforeValidator(_as_url)] = (
+        None  # of `image_url`: see [images](../howto/images.md)
+    )
     cache_control: object = None  # ignored, as on a message
+
+    def template_fields(self, where: str) -> dict[str, object]:
+        """The part as `Engine.render` takes it. Raises `ApiError`."""
+        if self.type == "text" and self.text is not None:
+            return {"type": "text", "text": self.text}
+        if self.type == "image_url" and self.image_url is not None:
+            return {"type": "image_url", "image_url": {"url": self.image_url.url}}
+        raise ApiError(400, f"{where}.{self.type} is required", f"{where}.{self.type}", "missing_required_parameter")
 
 
 class FunctionCall(LooseModel):
@@ -62,12 +96,12 @@ class ToolCall(LooseModel):  # with an `index`, from clients that assemble calls
 class Message(StrictModel):
     # `developer` is rendered as `system`, and `function` is `tool`
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    # a string, or a list of parts of the type `text`. Required, except in an assistant's message with `tool_calls`,
-    # `function_call`, reasoning or `refusal`
+    # a string, or a list of parts of the types `text` and `image_url`. Required, except in an assistant's message with
+    # `tool_calls`, `function_call`, reasoning or `refusal`
     content: Annotated[
-        list[TextPart] | None,
+        list[Part] | None,
         FailFast(),
-        BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart] | None),
+        BeforeValidator(_as_parts, json_schema_input_type=str | list[Part] | None),
     ] = None
     name: str | None = None  # passed to the chat template
     tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None  # see [tool calls](../tool-calls.md)
@@ -101,8 +135,8 @@ class Message(StrictModel):
             message = f"{where} has both content and refusal; send one of them"
             raise invalid(f"{where}.refusal", message)
         if self.content:
-            texts: list[dict[str, object]] = [part.model_dump(include={"type", "text"}) for part in self.content]
-            fields["content"] = texts[0]["text"] if len(texts) == 1 else texts
+            parts = [part.template_fields(f"{where}.content[{at}]") for at, part in enumerate(self.content)]
+            fields["content"] = parts[0].get("text", parts) if len(parts) == 1 else parts
         elif self.role == "assistant" and self.refusal is not None:
             fields["content"] = self.refusal
         elif self.role != "assistant" or not any(fields.get(name) for name in _INSTEAD):
@@ -132,5 +166,5 @@ def continues(messages: Sequence[Message]) -> bool:
 def _no_content(where: str, role: str) -> ApiError:
     fields = "tool_calls, function_call, reasoning_content or refusal"
     unless = f". It may be null or absent with {fields}" if role == "assistant" else ""
-    message = f"{where}.content is required: a string, or a list of text parts that is not empty{unless}"
+    message = f"{where}.content is required: a string, or a list of parts that is not empty{unless}"
     return ApiError(400, message, f"{where}.content", "missing_required_parameter")

@@ -39,6 +39,7 @@ MUST: Mapping[str, str] = {
     "string_type": "be a string",
     "too_long": "have at most {max_length} items",
     "too_short": "not be empty",
+    "value_error": "{error}",  # what a validator says
 }
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -82,7 +82,7 @@ class GenerateBody(LoadBody):
     raw: bool | None = None  # `true`: the prompt is not a message of the user, but the text to be continued
     suffix: str | None = Field(default=None, max_length=0)  # only empty: no model has a form for filling in
     template: str | None = Field(default=None, max_length=0)  # only empty: templates come with the model
-    images: list[Any] | None = Field(default=None, max_length=0)  # only empty
+    images: list[str] | None = None  # in base64, in front of the prompt: see [images](../howto/images.md)
     context: list[Any] | None = Field(default=None, max_length=0)  # only empty; use `/api/chat`
 
 
@@ -103,7 +103,7 @@ class OllamaMessage(LooseModel):
     tool_calls: list[OllamaCall] | None = Field(default=None, max_length=512)  # of the assistant
     tool_name: str | None = None  # of a result
     tool_call_id: str | None = None  # of a result
-    images: list[Any] | None = Field(default=None, max_length=0)  # only empty
+    images: list[str] | None = None  # in base64, in front of the text: see [images](../howto/images.md)
 
 
 class OllamaChatBody(LoadBody):

@@ -57,6 +57,7 @@ def parse_chat(engine: Engine, sent: Fields, caller: Caller) -> Generation:
     body = validated(OllamaChatBody, sent)
     request = ChatRequest(
         messages=[_message(message) for message in body.messages or ()],
+        places=[_place(message, f"messages[{at}]") for at, message in enumerate(body.messages or ())],
         tools=body.tools or (),
         truncate=body.truncate is not False,
         continue_final_message=_continues(body.messages or ()),
@@ -73,13 +74,16 @@ def parse_generate(engine: Engine, sent: Fields, caller: Caller) -> Generation:
     body = validated(GenerateBody, sent)
     prompt, common = body.prompt or "", _common(body)
     if body.raw or engine.model.chat_template is None:
+        if body.images:
+            raise BadRequest("images need a chat template; send them without raw, to a model that has one", "images")
         if body.system and not body.raw:
             raise BadRequest("system needs a chat template, and this model has none; put it into prompt", "system")
         request: TextRequest | ChatRequest = TextRequest(
             prompts=[prompt], special=not body.raw and None, names=NAMES, **common
         )
     else:
-        messages, places = [{"role": "user", "content": prompt}], [Place("prompt")]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": _content(prompt, body.images)}]
+        places = [Place("prompt", images=_images("images", body.images))]
         if body.system:
             messages.insert(0, {"role": "system", "content": body.system})
             places.insert(0, Place("system"))
@@ -141,8 +145,8 @@ def _continues(messages: Sequence[OllamaMessage]) -> bool:
 def _message(message: OllamaMessage) -> dict[str, Any]:
     """In the form of OpenAI's chat API, which templates read."""
     found: dict[str, Any] = {"role": message.role}
-    if message.content is not None or not (message.tool_calls or message.thinking):
-        found["content"] = message.content or ""
+    if message.content is not None or message.images or not (message.tool_calls or message.thinking):
+        found["content"] = _content(message.content or "", message.images)
     if message.thinking:
         found["reasoning_content"] = message.thinking
     if message.tool_calls:
@@ -159,6 +163,23 @@ def _message(message: OllamaMessage) -> dict[str, Any]:
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
     return found
+
+
+def _content(text: str, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
+    """As Ollama: images are in front of the text."""
+    if not images:
+        return text
+    parts = [{"type": "image", "image": f"data:image/*;base64,{image}"} for image in images]
+    return [*parts, {"type": "text", "text": text}]
+
+
+def _images(where: str, images: Sequence[str] | None) -> dict[int, str]:
+    return {at: f"{where}[{at}]" for at in range(len(images or ()))}
+
+
+def _place(message: OllamaMessage, where: str) -> Place:
+    calls = [f"{where}.tool_calls[{at}].function.arguments" for at in range(len(message.tool_calls or ()))]
+    return Place(where, calls, _images(f"{where}.images", message.images))
 
 
 NEVER = 292 * 365 * 86400.0  # seconds; Ollama writes a time so far away for what stays loaded

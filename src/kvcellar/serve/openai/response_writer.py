@@ -24,6 +24,7 @@ from msgspec import UNSET
 
 from kvcellar.events import Delta, PromptScored, TokenLogprob
 from kvcellar.frontend.engine import Engine
+from kvcellar.images.image import is_row
 from kvcellar.serve.answers import TEXT, Template
 from kvcellar.serve.generation.records import recall_fields
 from kvcellar.serve.generation.replies import Replies, Reply, ReplyPart, WholeReply
@@ -119,7 +120,7 @@ def _top(entry: TokenLogprob, most: int, tokens: TokenText) -> dict[str, float]:
 
 def _decoded(engine: Engine, ids: list[int]) -> str:
     model = engine.model
-    known = len(ids) <= model.context and all(0 <= token < model.vocab_size for token in ids)
+    known = len(ids) <= model.context and all(0 <= token < model.vocab_size or is_row(token) for token in ids)
     return engine.decode(ids) if known and model.has_text else ""
 
 

@@ -99,21 +99,21 @@ def tokenize(engine: Engine, sent: Fields, caller: Caller) -> Tokenized | Tokeni
         if getattr(body, name):
             raise invalid(name, f"{name} has no effect on {given[0]}; leave it out")
     with naming_fields({"prompt": given[0]}):
-        return _tokenized(engine, body, limit=2 * engine.model.context)
+        return _tokenized(engine, body, caller.namespace(None, ()), limit=2 * engine.model.context)
 
 
 _OF_CHATS = ("tools", "continue_final_message")  # fields that would change the tokens
 _OF_TEXTS = ("add_special_tokens", "add_special")
 
 
-def _tokenized(engine: Engine, body: TokenizeBody, *, limit: int) -> Tokenized | TokenizedContent:
+def _tokenized(engine: Engine, body: TokenizeBody, namespace: str, *, limit: int) -> Tokenized | TokenizedContent:
     if body.content is not None:
         ids = engine.encode(body.content, special=bool(body.add_special), limit=limit)
         return TokenizedContent([_piece(engine, token) for token in ids] if body.with_pieces else ids)
     if body.prompt is not None:
         ids = engine.encode(body.prompt, special=body.add_special_tokens is not False, limit=limit)
     else:
-        ids = chat_tokens(engine, _chat(body), namespace="", limit=limit)
+        ids = chat_tokens(engine, _chat(body), namespace=namespace, limit=limit)
     strings = [engine.written(token) for token in ids] if body.return_token_strs else None
     return Tokenized(len(ids), engine.model.context, ids, strings)
 

@@ -73,7 +73,7 @@ class TextOptions(StrictModel):
 
 def _few(value: object) -> object:
     if isinstance(value, dict) and len(value) > MAX_METADATA:
-        raise ValueError(f"metadata has {len(value)} keys; {MAX_METADATA} are allowed")
+        raise ValueError(f"have at most {MAX_METADATA} keys, not {len(value)}")
     return value
 
 

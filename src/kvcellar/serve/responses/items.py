@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from kvcellar.serve.generation.field_names import Place
-from kvcellar.serve.http.api_errors import invalid
+from kvcellar.serve.generation.messages import NO_PARTS
+from kvcellar.serve.http.api_errors import invalid, unsupported
 from kvcellar.serve.http.json_text import printable
 
 MAX_ITEMS = 4096
@@ -76,9 +77,11 @@ class Merged:
         self.places: list[Place] = []  # of each message: its first item, and those of its calls
         self._open = False
 
-    def add(self, message: Json, where: str) -> None:
+    def add(self, message: Json, where: str, content: str = "") -> None:
+        """`content`: the field that its content comes from."""
         self.messages.append(message)
-        self.places.append(Place(where))
+        parts = message["content"] if isinstance(message["content"], list) else []
+        self.places.append(Place(where, images={at: f"{content}[{at}].image_url" for at in range(len(parts))}))
         self._open = False
 
     def written(self, where: str, *, before: Sequence[str]) -> Json:
@@ -108,7 +111,8 @@ def _add(merged: Merged, item: Mapping[str, Any], where: str) -> None:
             merged.call(call, where)
         case "function_call_output":
             output = _content(item.get("output"), f"{where}.output")
-            merged.add({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output}, where)
+            result = {"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output}
+            merged.add(result, where, f"{where}.output")
         case kind:
             shown = printable(repr(kind), 40)
             raise invalid(f"{where}.type", f"{where}.type is {shown}, which is not supported; {KINDS} are")
@@ -122,24 +126,29 @@ def _message(merged: Merged, item: Mapping[str, Any], where: str) -> None:
     if role == "assistant":
         merged.written(where, before=("content", "tool_calls"))["content"] = content
     else:
-        merged.add({"role": "system" if role == "developer" else role, "content": content}, where)
+        merged.add({"role": "system" if role == "developer" else role, "content": content}, where, f"{where}.content")
 
 
 def _content(value: object, where: str) -> str | list[Json]:
-    """A text, or text parts as they are in chats."""
+    """A text, or parts as they are in chats."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise invalid(where, f"{where} must be a string, or a list of text parts")
+        raise invalid(where, f"{where} must be a string, or a list of parts")
     parts = [_part(part, f"{where}[{at}]") for at, part in enumerate(cast("Sequence[object]", value))]
-    return parts[0]["text"] if len(parts) == 1 else (parts or "")
+    return parts[0].get("text", parts) if len(parts) == 1 else (parts or "")
 
 
 def _part(value: object, where: str) -> Json:
     part = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
     kind = part.get("type")
+    if kind == "input_image":
+        if part.get("file_id") is not None:
+            raise unsupported(f"{where}.file_id", f"{where}.file_id is not supported: this server keeps no files")
+        return {"type": "image_url", "image_url": {"url": _text(part, "image_url", where)}}
     if not isinstance(kind, str) or kind not in TEXTS:
-        raise invalid(f"{where}.type", f"{where}.type must be one of {', '.join(TEXTS)}; other media are not supported")
+        why = f": there is no encoder here for {NO_PARTS[kind]}" if isinstance(kind, str) and kind in NO_PARTS else ""
+        raise invalid(f"{where}.type", f"{where}.type must be one of {', '.join((*TEXTS, 'input_image'))}{why}")
     return {"type": "text", "text": _text(part, TEXTS[kind], where)}
 
 

@@ -137,10 +137,11 @@ ALIKE = {  # types without an image processor of their own
     "qwen3_vl_moe": "qwen3_vl",
 }
 AXES = (  # types with positions of several axes, whose sections have defaults for large heads only
-    "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "minicpmv4_7", "paddleocr_vl", "qwen2_5_omni_thinker",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
+    "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "minicpmv4_7", "paddleocr_vl",
+    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker",
+    "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
 )  # fmt: skip
-# Where the depth of the tower alone is small, because its sizes depend on each other in ways that its config does not say.
+# Where the depth of the tower alone is small: its sizes depend on each other in ways that its config does not say.
 DEEP: frozenset[str] = frozenset({"gemma4", "deepseek_ocr2"})
 
 

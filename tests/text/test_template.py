@@ -201,7 +201,10 @@ WRONG: list[tuple[Any, str]] = [
     ([assistant(None, tool_calls=[])], "content is required"),
     ([user("a"), {"role": "tool", "content": "3"}], r"messages\[1\] is the result of a tool call, but no message"),
     ([user(["a"])], r"content\[0\].type must be text"),
-    ([user([{"type": "image_url", "image_url": {"url": "http://x"}}])], r"content\[0\].type must be text or image; audio"),
+    (
+        [user([{"type": "image_url", "image_url": {"url": "http://x"}}])],
+        r"content\[0\].type must be text or image; audio",
+    ),
     ([user([{"type": "text"}])], r"content\[0\].text must be a string"),
     ([user([{"type": "text", "text": None}])], "text must be a string"),
     ([user("\ud800")], "half of a surrogate pair"),

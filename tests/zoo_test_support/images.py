@@ -16,7 +16,7 @@ import torch
 import transformers
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto import image_processing_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from kvcellar.engine.models.input_limits import PLACEHOLDERS
@@ -30,7 +30,7 @@ TYPES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 CONTEXT = 16384
 PLACEHOLDER = 99  # first of the ids that special tokens get
 START, END = 60, 59  # around an image, for configs that name such a token
-_MAPPED: Mapping[str, Any] = IMAGE_PROCESSOR_MAPPING_NAMES
+_MAPPED: Mapping[str, Any] = vars(image_processing_auto)["IMAGE_PROCESSOR_MAPPING_NAMES"]
 
 TEXT: dict[str, Any] = {
     **{name: size for name, size in SMALL.items() if not name.endswith("window_size")},
@@ -166,7 +166,8 @@ def _small(kind: type[PreTrainedConfig], *, tower: bool, top: bool, deep: bool) 
         one.name for one in fields(kind) if isinstance(one.default, list | tuple) or str(one.type).startswith("list")
     }
     names = {one.name for one in fields(kind)}
-    table = TEXT if not tower else {**(DEPTHS if deep else TOWER), **OUT}
+    tower_sizes: dict[str, Any] = DEPTHS if deep else TOWER
+    table = tower_sizes | OUT if tower else TEXT
     found = {
         name: value for name, value in table.items() if name in names and (name not in lists or isinstance(value, list))
     }

@@ -37,7 +37,9 @@ TEXT: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), CONTEXT),
     "rel_extent": CONTEXT,
 }
-DEPTHS = dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "n_layer", "layers", "encoder_layers"), 2)
+DEPTHS: dict[str, Any] = dict.fromkeys(
+    ("num_hidden_layers", "depth", "num_layers", "n_layer", "layers", "encoder_layers"), 2
+)
 TOWER: dict[str, Any] = {
     **DEPTHS,
     **dict.fromkeys(("hidden_size", "d_model", "embed_dim", "width", "vision_width"), 64),

@@ -16,7 +16,7 @@ import torch
 import transformers
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto import image_processing_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from kvcellar.engine.models.input_limits import PLACEHOLDERS
@@ -30,14 +30,16 @@ TYPES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 CONTEXT = 16384
 PLACEHOLDER = 99  # first of the ids that special tokens get
 START, END = 60, 59  # around an image, for configs that name such a token
-_MAPPED: Mapping[str, Any] = IMAGE_PROCESSOR_MAPPING_NAMES
+_MAPPED: Mapping[str, Any] = vars(image_processing_auto)["IMAGE_PROCESSOR_MAPPING_NAMES"]
 
 TEXT: dict[str, Any] = {
     **{name: size for name, size in SMALL.items() if not name.endswith("window_size")},
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), CONTEXT),
     "rel_extent": CONTEXT,
 }
-DEPTHS = dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "n_layer", "layers", "encoder_layers"), 2)
+DEPTHS: dict[str, Any] = dict.fromkeys(
+    ("num_hidden_layers", "depth", "num_layers", "n_layer", "layers", "encoder_layers"), 2
+)
 TOWER: dict[str, Any] = {
     **DEPTHS,
     **dict.fromkeys(("hidden_size", "d_model", "embed_dim", "width", "vision_width"), 64),
@@ -166,7 +168,8 @@ def _small(kind: type[PreTrainedConfig], *, tower: bool, top: bool, deep: bool) 
         one.name for one in fields(kind) if isinstance(one.default, list | tuple) or str(one.type).startswith("list")
     }
     names = {one.name for one in fields(kind)}
-    table = TEXT if not tower else {**(DEPTHS if deep else TOWER), **OUT}
+    tower_sizes: dict[str, Any] = DEPTHS if deep else TOWER
+    table = tower_sizes | OUT if tower else TEXT
     found = {
         name: value for name, value in table.items() if name in names and (name not in lists or isinstance(value, list))
     }

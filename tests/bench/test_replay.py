@@ -10,7 +10,7 @@ from kvcellar.memory.policy import NEAREST
 
 SOME = [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in TRACES]
 MOST = {"full": 1.02, "sliding": 1.0, "chunked": 1.0, "hybrid": 1.04}
-GROWING = 1.4  # of files that grow by fewer tokens than checkpoints are apart
+GROWING = 1.25  # of files that grow by fewer tokens than checkpoints are apart
 # Windows are as long as in whole prompts, and take four times the share of the cells.
 TENTH = {"full": 1.25, "sliding": 1.4, "chunked": 1.25, "hybrid": 1.25}
 BY_LAST_USE = 1.2  # or this, over last use: what comes back at random, and growing files

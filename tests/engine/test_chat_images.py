@@ -14,6 +14,7 @@ from kvcellar.engine.arguments import prompt_ids
 from kvcellar.engine.card import EngineCard, ModelCard, TextCard, VisionCard
 from kvcellar.engine.load.settings import Settings
 from kvcellar.errors import BadRequest
+from kvcellar.frontend import chat_images
 from kvcellar.frontend.chat_images import ChatImages, portable
 from kvcellar.frontend.engine import images_of
 from kvcellar.frontend.text_codec import TextCodec
@@ -63,6 +64,15 @@ def test_a_run_of_rows_is_shown_once(seeing: TextCodec) -> None:
     assert (seeing.written(ids[1]), seeing.token_bytes(ids[1])) == ("<image>", b"")
     assert prompt_ids(ids, vocab_size=600, context=99) == tuple(ids)
     assert seeing.images.inputs(ids, "")[0].row_ids() == tuple(ids[1:4])
+
+
+def test_images_that_are_too_many_bytes_for_a_message_are_refused(
+    seeing: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = seeing.render([user(CAT, "what is it", CAT)])
+    monkeypatch.setattr(chat_images, "MOST_SENT", -1)
+    with pytest.raises(BadRequest, match="Send fewer, or smaller ones"):
+        seeing.images.inputs(ids, "")
 
 
 @pytest.mark.parametrize("end", [2, 4, 5, 6])

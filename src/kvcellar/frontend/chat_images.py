@@ -26,6 +26,7 @@ from kvcellar.text.labels import NO_IMAGES, Labelled
 Message = Mapping[str, Any]
 KINDS = ("image", "image_url")
 SEEN = 2**16
+MOST_SENT = 128 << 20  # bytes of the images of one prompt: a message to an engine has at most twice as many
 
 
 class ChatImages:
@@ -80,6 +81,12 @@ class ChatImages:
         with self._lock:
             if any(not {(namespace, one.digest), ("", one.digest)} & self._seen.keys() for one in found):
                 raise BadRequest("prompt has rows of images that are not known; send the images in messages", "prompt")
+        if (size := sum(one.bytes for one in found)) > MOST_SENT:
+            raise BadRequest(
+                f"the images of a prompt have {size} bytes as the model gets them; {MOST_SENT} are allowed. Send fewer, or "
+                f"smaller ones",
+                "messages",
+            )
         return found
 
     def rest(self) -> None:

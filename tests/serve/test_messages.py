@@ -817,7 +817,9 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "the chat template writes {} images, and the messages have {}": "likewise: tests/text/test_images.py",
     "prompt has rows of images: {}": "likewise: tests/engine/test_chat_images.py",
     "prompt has rows of images that are not known; send the images in messages": "likewise",
-    "the images of a prompt have {} bytes as the model gets them; {} are allowed. Send fewer, or smaller ones": "likewise",
+    "the images of a prompt have {} bytes as the model gets them; {} are allowed. Send fewer, or smaller ones": (
+        "likewise"
+    ),
 }
 
 

@@ -83,8 +83,8 @@ class ChatImages:
                 raise BadRequest("prompt has rows of images that are not known; send the images in messages", "prompt")
         if (size := sum(one.bytes for one in found)) > MOST_SENT:
             raise BadRequest(
-                f"the images of a prompt have {size} bytes as the model gets them; {MOST_SENT} are allowed. Send fewer, "
-                f"or smaller ones",
+                f"the images of a prompt have {size} bytes as the model gets them; {MOST_SENT} are allowed. Send "
+                f"fewer, or smaller ones",
                 "messages",
             )
         return found

@@ -12,8 +12,8 @@ TEXT = st.tuples(st.integers(0, 1), st.integers(0, 3 * LEAST), st.integers(1, 3 
 OWNED = st.tuples(st.sampled_from("xy"), st.sampled_from("ab"), TEXT)
 
 
-@given(st.lists(OWNED, max_size=6), OWNED)
-def test_it_finds_the_longest_power_of_two_that_another_namespace_of_the_owner_has(seen, asked) -> None:
+@given(st.lists(OWNED, max_size=6), OWNED, st.integers(0, 5 * LEAST))
+def test_it_finds_the_longest_power_of_two_that_another_namespace_of_the_owner_has(seen, asked, beyond: int) -> None:
     sightings = Sightings()
     for owner, namespace, text in seen:
         sightings.note(owner, namespace, key_of(text))
@@ -23,6 +23,7 @@ def test_it_finds_the_longest_power_of_two_that_another_namespace_of_the_owner_h
     )
     expected = max((n for n in (LEAST, 2 * LEAST, 4 * LEAST) if n <= alike), default=0)
     assert sightings.elsewhere(owner, namespace, key_of(text)) == expected
+    assert sightings.elsewhere(owner, namespace, key_of(text), beyond=beyond) == (expected if expected > beyond else 0)
 
 
 def test_it_is_bounded_and_forgets_the_oldest() -> None:

@@ -123,19 +123,21 @@ class Sightings:
         while len(self._known) > SEEN:
             self._known.popitem(last=False)
 
-    def elsewhere(self, owner: str, namespace: str, key: bytes, *, adapters: bool = False) -> int:
+    def elsewhere(self, owner: str, namespace: str, key: bytes, *, beyond: int = 0, adapters: bool = False) -> int:
         """How many of its first tokens, at least, a text has in common with one of the same owner in another
-        namespace, or, with `adapters`, in the same one with another adapter."""
+        namespace, or, with `adapters`, in the same one with another adapter; 0 if not more than `beyond`, which is all
+        that is looked at."""
         found = 0
-        for tokens, digest in _beginnings(owner, key):
+        for tokens, digest in _beginnings(owner, key, beyond):
             others = [one for one in self._known.get(digest, ()) if one != namespace]
             if any((requested(one) == requested(namespace)) == adapters for one in others):
                 found = tokens
         return found
 
 
-def _beginnings(owner: str, key: bytes) -> Iterator[tuple[int, bytes]]:
-    digest, done, tokens = blake2b(owner.encode(), digest_size=16), 0, LEAST
+def _beginnings(owner: str, key: bytes, beyond: int = 0) -> Iterator[tuple[int, bytes]]:
+    """The beginnings of more than `beyond` tokens that a text is known by."""
+    digest, done, tokens = blake2b(owner.encode(), digest_size=16), 0, LEAST << (beyond // LEAST).bit_length()
     view = memoryview(key)
     while tokens * TOKEN <= len(key):
         digest.update(view[done : tokens * TOKEN])
@@ -179,8 +181,7 @@ def explained(
     the layers that can be resumed only at checkpoints."""
     most = len(key) // TOKEN - 1
     found = min(matched, most)
-    salted = elsewhere.owners.elsewhere(elsewhere.owner, namespace, key)
-    salted = salted if salted > found else 0
+    salted = elsewhere.owners.elsewhere(elsewhere.owner, namespace, key, beyond=found)
 
     def record(reason: str, detail: str, entry: str = "", theirs: tuple[int, ...] = ()) -> Recall:
         ours = tuple(ids_of(key[matched * TOKEN : (matched + SHOWN) * TOKEN])) if theirs else ()
@@ -199,10 +200,10 @@ def explained(
     tokens, loss = losses.of(namespace, key[:-TOKEN], found) or (0, None)
     if loss is not None and tokens >= _enough(most - found):
         return record(loss.kind, f"at least {tokens} tokens, {losses.ago(loss):.0f} s ago: {loss.cause}")
-    if (tokens := elsewhere.namespaces.elsewhere(namespace, elsewhere.identity, key)) > found:
+    if tokens := elsewhere.namespaces.elsewhere(namespace, elsewhere.identity, key, beyond=found):
         detail = f"at least {tokens} tokens are stored by other weights, settings or versions, which cannot be used"
         return record("other weights", detail)
-    if (tokens := elsewhere.owners.elsewhere(elsewhere.owner, namespace, key, adapters=True)) > found:
+    if tokens := elsewhere.owners.elsewhere(elsewhere.owner, namespace, key, beyond=found, adapters=True):
         detail = f"at least {tokens} tokens were computed with another adapter, or without one, and cannot be used"
         return record("other adapter", detail)
     if (other := _diverging(tree, namespace, key)) is not None:

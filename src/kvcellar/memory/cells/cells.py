@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator
 
 from kvcellar.memory.plan import Run
 
-ROOMY = 8  # of 2, 4 and 8 this gives the fewest runs, also of sequences that grow beside others (docs/log.md)
-
 
 class Piece:
     """Cells [start, end) with the same number of holders."""
@@ -72,9 +70,7 @@ class Cells:
         They follow cell `after` if the next cells are free, so a growing sequence stays in one run. Otherwise they end
         just before cell `before`, which the caller will free soon: so a sliding window reuses its own cells as a ring,
         in two runs. Any other new run is placed in the middle of one of the widest free pieces, which leaves room to
-        grow for it and for the run before it; of a piece that begins below `near`, in the part below, if it fits. Where
-        that piece has fewer than `ROOMY` times as many cells, the run is placed at its start: it would leave two parts
-        too short for the next ones.
+        grow for it and for the run before it; of a piece that begins below `near`, in the part below, if it fits.
         """
         assert n <= self.free, f"{n} cells are needed, {self.free} are free"
         runs: list[Run] = []
@@ -90,8 +86,8 @@ class Cells:
             widest = self._widest()
             got = min(n, len(widest))
             end = self.near if widest.start + got <= self.near < widest.end else widest.end
-            roomy = widest.prev is not None and len(widest) >= ROOMY * got
-            runs.append(self._take(widest, (end - widest.start - got) // 2 if roomy else 0, got))
+            room = 0 if widest.prev is None else (end - widest.start - got) // 2
+            runs.append(self._take(widest, room, got))
             n -= got
         return runs
 

@@ -221,9 +221,10 @@ class Runner:
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [R,V] of `rows`, and behind them of the rows that requests read; hidden states [T,H], if needed."""
         wanted = rows if reads is None else [*rows, *reads.scored]
+        seen = () if images is None else (images,)
         if self._drafting.reads_hidden or (reads is not None and reads.hidden):
-            return self._guest.forward_with_hidden(self._memory, plan, ids, wanted, images)
-        return self._guest.forward(self._memory, plan, ids, wanted, images), None
+            return self._guest.forward_with_hidden(self._memory, plan, ids, wanted, *seen)
+        return self._guest.forward(self._memory, plan, ids, wanted, *seen), None
 
     def _ready(self, scheduled: Sequence[Scheduled]) -> list[Ready]:
         found: list[Ready] = []

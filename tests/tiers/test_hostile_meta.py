@@ -44,6 +44,7 @@ def described(content: bytes, tokens: bytes = SNAPSHOT.tokens) -> bytes:
         described(words(sizes=[2**63])),
         described(words(), key_of([1, 2, -1])),
         described(words(), key_of([1, 2, 2**32])),
+        described(words(), key_of([1, 2, 2**62 - 1])),
     ],
 )
 def test_descriptions(meta) -> None:

@@ -17,7 +17,7 @@ without the cipher.
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from kvcellar.files import Files
+from kvcellar.images.image import is_row
 from kvcellar.memory.retention import Retention
 from kvcellar.memory.snapshot import KEY, Snapshot
 from kvcellar.memory.spans import Span
@@ -39,7 +40,7 @@ META_LIMIT = HEADER_LIMIT - (1 << 17)  # bytes of a sealed description: 8 for ea
 TEXT_LIMIT = 1 << 20  # bytes of the description, and of the record: reading JSON takes up to a hundred times as many
 CHUNK_LIMIT = 1 << 28
 MOST_CHUNKS = 1 << 17
-MOST_TOKEN = 1 << 63  # ids of tokenizers are below 2^32, and rows of images above
+MOST_TOKEN = 1 << 32  # ids of tokenizers are below
 _START = struct.Struct("<8sIIIQ")
 START = _START.size
 _NONE = bytes(KEY)
@@ -165,10 +166,15 @@ def unsealed_meta(key: bytes, parent: bytes | None, content: bytes, cipher: Ciph
         or len(record) > TEXT_LIMIT
         or len(sizes) > MOST_CHUNKS
         or not all(0 < size <= CHUNK_LIMIT for size in sizes)
-        or not 0 <= min(memoryview(tokens).cast("q")) <= max(memoryview(tokens).cast("q")) < MOST_TOKEN
+        or not are_ids(memoryview(tokens).cast("q"))
     ):
         raise Damaged("its header contradicts itself")
     return Snapshot(key, parent, found.namespace, span, tokens, record, sizes)
+
+
+def are_ids(tokens: Sequence[int]) -> bool:
+    """Whether these can be ids of tokens, and of rows of images."""
+    return min(tokens) >= 0 and (max(tokens) < MOST_TOKEN or all(one < MOST_TOKEN or is_row(one) for one in tokens))
 
 
 def file_size(head: bytes, snapshot: Snapshot, cipher: Cipher) -> int:

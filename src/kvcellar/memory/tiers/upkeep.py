@@ -32,6 +32,7 @@ from kvcellar.memory.tiers.codec import (
     Plain,
     Reader,
     Source,
+    are_ids,
     head_sizes,
     read_header,
 )
@@ -95,7 +96,7 @@ def check_named(namespace: str | None, entry: str | None, prefix: str | Sequence
         raise BadRequest("an entry is named by 12 to 64 hexadecimal digits, as `tree` lists them", "entry")
     if prefix is not None and not len(prefix):
         raise BadRequest("the prefix is empty: name its text or tokens, or a namespace", "prefix")
-    if prefix is not None and not isinstance(prefix, str) and not 0 <= min(prefix) <= max(prefix) < MOST_TOKEN:
+    if prefix is not None and not isinstance(prefix, str) and not are_ids(prefix):
         raise BadRequest(f"token ids are from 0 to {MOST_TOKEN - 1}", "prefix")
 
 

@@ -11,6 +11,7 @@ import ipaddress
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from urllib.parse import SplitResult, urlsplit
@@ -43,11 +44,11 @@ class Fetcher:
         address = self._address(host, port)
         try:
             with closing(socket.create_connection((address, port), SECONDS)) as plain:
-                watch = threading.Timer(SECONDS, _shut, [plain])
+                watch, until = threading.Timer(SECONDS, _shut, [plain]), time.monotonic() + SECONDS
                 watch.start()
                 try:
                     data = _answer(plain, parts, host, port, most)
-                    if watch.finished.is_set():  # what was read until then may look like all of it
+                    if time.monotonic() >= until:  # what was read until then may look like all of it
                         raise TimeoutError
                     return data
                 finally:

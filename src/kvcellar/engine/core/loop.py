@@ -323,7 +323,7 @@ class Loop:
         try:
             for completion in list(self.scheduler.running):
                 if completion.full(self._context):
-                    if self.manager.movable(completion):
+                    if self.manager.movable(completion, completion.overflow(self._context)):
                         self._shift(completion)
                     else:
                         self.end(completion, "length")
@@ -441,6 +441,8 @@ class Loop:
         self.manager.check(self.scheduler.running)
         self.manager.drafting.check()
         self.last.check()
+        if self.manager.seeing is not None:
+            self.manager.seeing.check()
         self._failures.check()
 
     def _remove_if_done(self, request: Request) -> None:

@@ -31,6 +31,11 @@ class PromptImages:
     def bytes(self) -> int:
         return sum(one.bytes for one in self.inputs)
 
+    @property
+    def end(self) -> int:
+        """Behind the last image."""
+        return self._ends[-1]
+
     def after(self, pos: int) -> range:
         """The images of which tokens at `pos` or behind it are."""
         return range(bisect_right(self._ends, pos), len(self.spans))

@@ -4,8 +4,8 @@ An image is encoded once, between two steps, when a completion comes to its rows
 features. They are kept by the digest of the image, for other places and requests, as many as `most` bytes.
 
 Always true:
-  * `bytes` are those of all features that are kept, and at most `most`, but for those of images that running prompts
-    are about to compute;
+  * `bytes` are those of all features that are kept: less than `most`, beside one image, before each that is encoded
+    ahead of need; beyond that there is one image for each running prompt that comes to it next;
   * the features of an image do not depend on the text around it: the self-test has shown that for this model.
 """
 
@@ -28,7 +28,7 @@ class Seeing:
     def __init__(self, vision: Vision, *, device: torch.device, most: int) -> None:
         self.vision, self._device, self.most = vision, device, most
         self._features: dict[bytes, Features] = {}  # the longest unused first
-        self._positions: dict[PromptImages, Tensor | None] = {}  # [axes,T] of prompts that run
+        self._positions: dict[PromptImages, tuple[Tensor, int]] = {}  # [axes,T] of prompts, and the next one behind
         self.bytes = self.encoded = 0
 
     # -- features ---------------------------------------------------------------------------------------------------
@@ -44,11 +44,12 @@ class Seeing:
         return end
 
     def missing(self, running: Iterable[Completion]) -> tuple[Completion, int] | None:
-        """The image that is needed first, and is not encoded, and whose prompt that is."""
+        """The image that is needed first, and is not encoded, and whose prompt that is. What a prompt does not come to
+        next waits while as many features are kept as are allowed."""
         for completion in running:
             images = completion.request.images
             if images is not None and completion.status is Status.PREFILL:
-                for index in images.after(completion.computed):
+                for index in images.after(completion.computed)[: None if self.bytes < self.most else 1]:
                     if images.inputs[index].digest not in self._features:
                         return completion, index
         return None
@@ -133,22 +134,22 @@ class Seeing:
         start, images = completion.computed, completion.request.images
         if images is None:
             return torch.arange(start, start + count)[None]
-        prompt = self._prompt(completion, images)
-        length, after = prompt.shape[1], int(prompt.max()) + 1
-        drawn = torch.arange(after, after + max(0, start + count - length)).expand(prompt.shape[0], -1)
-        return torch.cat([prompt, drawn], 1)[:, start : start + count]
+        prompt, after = self._prompt(completion, images)
+        of_prompt, behind = prompt[:, start : start + count], max(0, start - prompt.shape[1])
+        drawn = torch.arange(after + behind, after + behind + count - of_prompt.shape[1])
+        return torch.cat([of_prompt, drawn.expand(prompt.shape[0], -1)], 1)
 
-    def _prompt(self, completion: Completion, images: PromptImages) -> Tensor:
+    def _prompt(self, completion: Completion, images: PromptImages) -> tuple[Tensor, int]:
         if images not in self._positions:
             arrays: dict[str, list[Tensor]] = {}
             for one in chain.from_iterable(image.arrays for image in images.inputs):
                 if one.dtype.startswith("int") and one.shape:  # grids
                     arrays.setdefault(one.name, []).append(torch.tensor(one.array()))
             given = {name: torch.cat(several) for name, several in arrays.items()}
-            self._positions[images] = self.vision.positions(self._ids(completion.request.prompt), given)
-        found = self._positions[images]
-        assert found is not None
-        return found
+            found = self.vision.positions(self._ids(completion.request.prompt), given)
+            assert found is not None, "a network with axes has positions"
+            self._positions[images] = found, int(found.max()) + 1
+        return self._positions[images]
 
     def forget(self, images: PromptImages) -> None:
         """Its request is over."""

@@ -302,11 +302,11 @@ class SequenceManager:
         self.shifts += 1
         return None
 
-    def movable(self, completion: Completion) -> bool:
-        """Whether tokens of a completion may be dropped, and others have their positions: not beside images that are in
-        one step or not at all, or have positions of several axes."""
+    def movable(self, completion: Completion, span: Span) -> bool:
+        """Whether a span of a completion may be dropped, and what follows have its positions: images stay where they
+        are, and positions of several axes are those of the prompt."""
         images = completion.request.images
-        return images is None or self.seeing is None or not (images.ahead or self.seeing.vision.axes)
+        return images is None or self.seeing is None or (not self.seeing.vision.axes and images.end <= span.start)
 
     def drop(self, completion: Completion, span: Span, reason: str) -> None:
         """Drop `span` from a completion's text if a shift is not possible, for `reason`. The tokens after it are

@@ -33,7 +33,7 @@ from kvcellar.engine.load.restart import Restart, Restarts
 from kvcellar.engine.load.settings import Settings, step_tokens_of, text_bytes_of
 from kvcellar.engine.load.step_bytes import measures_of
 from kvcellar.engine.models.described import Described
-from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.guest import TEXT_ONLY, Guest
 from kvcellar.engine.models.input_limits import Limits
 from kvcellar.engine.models.weights.config_file import NONE, pooling_of
 from kvcellar.engine.models.weights.packing import Packed, pack_model
@@ -210,7 +210,7 @@ def _assembled(
     images = image_bytes(settings, guest.device) if guest.vision is not None else 0
     capacity, own = divided(needs, drafts.needs if drafts is not None else None, settings, guest.device, images)
     measures.keep()
-    if not isinstance(base, Restart) and guest.vision is None:  # whose network is needed for the first image
+    if not isinstance(base, Restart) and guest.not_seeing == TEXT_ONLY:  # others need their network to see, or say why
         kept.keep(base, guest, packing, measures)
     report("allocating memory")
     memory = allocated(guest.memory, capacity, context, guest.device)

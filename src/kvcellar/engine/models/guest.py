@@ -47,6 +47,7 @@ MODEL_ERRORS = (  # what the code of a model may raise under our doors; it refus
     ImportError, OSError,
 )  # fmt: skip
 Ints = Sequence[int] | Tensor
+TEXT_ONLY = "its network reads text only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Guest:
         self._first = first_position(model)
         self._scorings: Scorings = {}
         self.vision: Vision | None = None
-        self.not_seeing = "its network reads text only"  # where `vision` is None
+        self.not_seeing = TEXT_ONLY  # where `vision` is None
         self.ahead = False  # tokens of an image see each other both ways
         self.adapted = AdaptedNetwork(model)
 

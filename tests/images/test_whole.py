@@ -130,32 +130,6 @@ def test_a_full_context_drops_text_behind_an_image_and_ends_where_it_would_drop_
     assert result.usage.completion_tokens in ((60,) if num_keep else (room, room + 1))
 
 
-def test_no_more_features_are_made_ahead_of_need_than_are_kept(engine: Engine) -> None:
-    """The tokens are those with all of them."""
-    asked = user(*(picture(seed=seed) for seed in range(20, 26)), "which?")
-    plenty = engine.chat(asked, **ASKED)
-    engine.clear_cache()
-    seeing = engine._built.loop.manager.seeing
-    assert seeing is not None
-    most, each, sizes = seeing.most, seeing.bytes // len(seeing._features), list[int]()
-    encode = seeing.encode
-
-    def watched(*given: Any) -> None:
-        encode(*given)
-        sizes.append(seeing.bytes)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seeing, "encode", watched)
-        patch.setattr(seeing, "most", 1)
-        seeing._features.clear()
-        seeing.bytes = 0
-        few = engine.chat(asked, **ASKED)
-    assert most > 6 * each
-    assert len(sizes) == 6
-    assert max(sizes) <= 2 * each
-    assert few.choices[0].token_ids == plenty.choices[0].token_ids
-
-
 def test_log_probabilities_of_a_prompt_with_images_are_refused(engine: Engine) -> None:
     with pytest.raises(BadRequest, match="no log-probabilities"):
         engine.chat(user(picture(seed=1), "what?"), prompt_logprobs=1, **ASKED)

@@ -1,0 +1,70 @@
+"""Which image is encoded next, and which features stay."""
+
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcellar.engine.core.prompt_images import PromptImages
+from kvcellar.engine.core.request import Status
+from kvcellar.engine.core.seeing import Seeing
+from kvcellar.engine.models.vision import Features
+from kvcellar.images.image import ImageInput, with_rows
+
+PLACEHOLDER, ROWS, WIDTH = 7, 4, 3
+EACH = ROWS * WIDTH * 4  # bytes of features
+
+
+class FakeVision:
+    placeholder = PLACEHOLDER
+
+    def encode(self, ids: Any, inputs: Any) -> Features:
+        assert list(ids) == ROWS * [PLACEHOLDER]
+        return Features(torch.zeros(ROWS, WIDTH), {}, None, ahead=False)
+
+
+def image(number: int) -> ImageInput:
+    return ImageInput(hashlib.sha256(bytes([number])).digest(), ROWS, ())
+
+
+def prompt_of(*numbers: int) -> Any:
+    """A completion whose prompt has a token before each image."""
+    images = [image(number) for number in numbers]
+    ids = with_rows([one for _ in images for one in (9, *ROWS * [PLACEHOLDER])], PLACEHOLDER, images)
+    request = SimpleNamespace(prompt=ids, images=PromptImages(ids, images, ahead=False))
+    return SimpleNamespace(request=request, computed=0, status=Status.PREFILL)
+
+
+def seeing_of(most: int) -> Seeing:
+    vision: Any = FakeVision()
+    return Seeing(vision, device=torch.device("cpu"), most=most)
+
+
+@pytest.mark.parametrize(("most", "ahead"), [(1, 1), (EACH, 1), (2 * EACH, 2), (9 * EACH, 3)])
+def test_images_that_are_not_next_are_encoded_while_features_are_fewer_than_are_kept(most: int, ahead: int) -> None:
+    seeing, one = seeing_of(most), prompt_of(1, 2, 3)
+    while (found := seeing.missing([one])) is not None:
+        seeing.encode(*found, [one])
+        seeing.check()
+    assert seeing.encoded == ahead
+    assert seeing.end(one, 15) == (1 + ROWS) * ahead + (ahead < 3)
+
+
+def test_what_a_prompt_comes_to_next_is_always_encoded_and_what_it_has_passed_goes_first() -> None:
+    seeing, one = seeing_of(1), prompt_of(1, 2, 3)
+    for index in range(3):
+        assert seeing.missing([one]) == (one, index)
+        seeing.encode(one, index, [one])
+        assert seeing.bytes == EACH
+        one.computed += 1 + ROWS
+    assert seeing.missing([one]) is None
+
+
+def test_an_image_that_is_kept_is_not_encoded_for_another_prompt() -> None:
+    seeing, one, other = seeing_of(9 * EACH), prompt_of(1), prompt_of(2, 1)
+    seeing.encode(one, 0, [one])
+    assert seeing.missing([one, other]) == (other, 0)
+    seeing.encode(other, 0, [one, other])
+    assert seeing.missing([one, other]) is None

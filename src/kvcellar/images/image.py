@@ -4,8 +4,8 @@ In a prompt, an image is the tokens that its model's processor writes for it; in
 there is an id of its own, a *row id*, which says what image it is and which row of its features. So a key of memory
 tells images apart as it tells texts, and prompts need nothing beside their ids.
 
-Always true: row ids are `FIRST` or more, above every vocabulary, and those of two images differ: they are 62 bits each
-of a hash of the image's digest.
+Always true: row ids have 63 bits, the highest of which is set: they are above every vocabulary, and those of two images
+differ, for the other 62 are of a hash of the image's digest.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,7 +61,7 @@ class ProcessedImage(Struct, frozen=True, array_like=True):
 
 
 def is_row(token: int) -> bool:
-    return token >= FIRST
+    return FIRST <= token < 2 * FIRST
 
 
 def has_rows(ids: Sequence[int]) -> bool:

@@ -2,6 +2,7 @@
 
     python scripts/train_embedded.py                            the recipe of the shipped model, into its folder
     python scripts/train_embedded.py --stage head               only the head, for the model in that folder
+    python scripts/train_embedded.py --stage vision             the embedded model that sees
     python scripts/train_embedded.py --arch gemma3 --out DIR    another architecture
     python scripts/train_embedded.py --export-only              export the last checkpoints, finished or not
     python scripts/train_embedded.py --stage head --measure     print the acceptance of the exported head's drafts

@@ -17,10 +17,12 @@ from .optimiser import Recipe
 from .prepare import prepare
 from .release import release
 from .training import ModelTask, OtherRun, Run
+from .vision.release import measure, release_vision
+from .vision.task import VisionRecipe, VisionTask
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, HEAD_STEPS = 4000, 1500
-STAGES = ("all", "model", "head")
+STEPS, HEAD_STEPS, VISION_STEPS = 4000, 1500, 2400
+STAGES = ("all", "model", "head", "vision")
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ def positive(text: str) -> int:
 def options(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--stage", choices=STAGES, default="all", help="the model, its MTP head, or one after the other"
+        "--stage", choices=STAGES, default="all", help="the model, its MTP head, both (all), or the model that sees"
     )
     parser.add_argument("--arch", choices=sorted(DEFAULT_LAYERS), default="lfm3")
     parser.add_argument("--layers", help="a letter per layer: S sliding, F full, C short convolution")
@@ -43,14 +45,15 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=Recipe(steps=1).rate, help="highest learning rate of the model")
     parser.add_argument("--head-steps", type=positive, default=HEAD_STEPS, help="of the head (default %(default)s)")
     parser.add_argument("--head-rate", type=float, default=HeadRecipe(steps=1).rate, help="that of the head")
+    parser.add_argument("--vision-steps", type=positive, default=VISION_STEPS, help="of the model that sees")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stdlib", type=Path, default=standard_library(), help="folder to learn from")
     parser.add_argument("--licence", type=Path, help="that library's licence (default: LICENSE.txt in its folder)")
     parser.add_argument("--without-tests", action="store_true", help="leave out the library's own tests")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "embedded", help="checkpoints and tokens")
-    parser.add_argument("--out", type=Path, default=ROOT / "src" / "kvcellar" / "models" / "embedded")
+    parser.add_argument("--out", type=Path, default=ROOT / "src" / "kvcellar" / "engine" / "models" / "embedded")
     parser.add_argument("--export-only", action="store_true", help="train no further; export what the checkpoint holds")
-    parser.add_argument("--measure", action="store_true", help="print what --stage head measures of the head in --out")
+    parser.add_argument("--measure", action="store_true", help="print what a stage measures of what is in --out")
     parser.add_argument("--no-export", action="store_true", help="train one stage only, and leave --out as it is")
     return parser
 
@@ -60,15 +63,17 @@ def main(description: str | None) -> None:
     given = parser.parse_args()
     if given.no_export and given.stage == "all":
         parser.error("the head is trained for an exported model; with --no-export, name one --stage")
-    if given.measure and given.stage != "head":
-        parser.error("--measure goes with --stage head; the model's numbers are in CARD.md")
+    if given.measure and given.stage not in ("head", "vision"):
+        parser.error("--measure goes with --stage head or vision; the model's numbers are in CARD.md")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        if given.stage != "head":
+        if given.stage in ("all", "model"):
             model_stage(given)
-        if given.stage != "model":
+        if given.stage in ("all", "head"):
             head_stage(given)
+        if given.stage == "vision":
+            vision_stage(given)
     except (ValueError, NoModel, OtherRun) as wrong:
         parser.error(str(wrong))
 
@@ -116,3 +121,17 @@ def head_stage(given: argparse.Namespace) -> None:
         run.train(minutes=given.minutes)
     if not given.no_export:
         release_head(run, task, prepared)
+
+
+def vision_stage(given: argparse.Namespace) -> None:
+    """The model that sees is in the folder `vision` of the other one."""
+    out = given.out / "vision"
+    if given.measure:
+        print(measure(out))
+        return
+    task = VisionTask(VisionRecipe(steps=given.vision_steps, seed=given.seed))
+    run = Run(task, given.work / "vision", torch.float32)
+    if not given.export_only:
+        run.train(minutes=given.minutes)
+    if not given.no_export:
+        release_vision(run, task, out)

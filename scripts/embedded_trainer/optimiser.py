@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the rest, on float32 masters of bfloat16 weights.
+"""Muon for matrices, AdamW for the rest, on float32 masters of the weights that are used.
 
 Always true:
   * the masters are the truth; the working weights are their rounding;
@@ -49,9 +49,9 @@ class Recipe:
         return mixture.batch(self.step_tokens // self.window_at(step), length, (self.seed << 32) + step)
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """[N,A,B] -> the same with all singular values near one (five quintic Newton-Schulz steps in bfloat16)."""
-    x = matrices.bfloat16()
+def orthogonal(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[N,A,B] -> the same with all singular values near one (five quintic Newton-Schulz steps in `dtype`)."""
+    x = matrices.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -62,10 +62,10 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Optimiser:
-    """Owns the masters and the moments; `step` takes the gradients of the working weights."""
+    """Owns the masters and the moments; `step` takes the gradients of the working weights, which are of `dtype`."""
 
-    def __init__(self, masters: Weights, recipe: Recipe) -> None:
-        self.masters, self.recipe, self.taken = masters, recipe, 0
+    def __init__(self, masters: Weights, recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.masters, self.recipe, self.dtype, self.taken = masters, recipe, dtype, 0
         self.by_size: dict[torch.Size, list[str]] = defaultdict(list)
         for name, weight in masters.items():
             if weight.dim() == 2 and "embed_tokens" not in name:
@@ -75,9 +75,9 @@ class Optimiser:
         self.first = {name: torch.zeros_like(weight) for name, weight in masters.items()}
         self.second = {name: torch.zeros_like(masters[name]) for name in self.others}
 
-    def working(self, dtype: torch.dtype) -> Weights:
+    def working(self) -> Weights:
         """Leaves to differentiate by."""
-        return {name: w.to(dtype, copy=True).requires_grad_() for name, w in self.masters.items()}
+        return {name: w.to(self.dtype, copy=True).requires_grad_() for name, w in self.masters.items()}
 
     @torch.no_grad()
     def step(self, working: Weights) -> float:
@@ -105,7 +105,7 @@ class Optimiser:
             moment = self.first[name].lerp_(grads[name], 1 - beta)
             pushes.append(grads[name].lerp(moment, beta))
         scale = max(1.0, size[0] / size[1]) ** 0.5
-        for name, update in zip(names, orthogonal(torch.stack(pushes)), strict=True):
+        for name, update in zip(names, orthogonal(torch.stack(pushes), self.dtype), strict=True):
             master = self.masters[name]
             master.mul_(1 - rate * self.recipe.weight_decay).add_(update.float(), alpha=-rate * scale)
 

@@ -106,13 +106,13 @@ class ModelTask:
 class Run:
     """A training run and its working folder."""
 
-    def __init__(self, task: Task, work: Path) -> None:
+    def __init__(self, task: Task, work: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         self.task, self.recipe, self.work = task, task.recipe, work
         self.progress = Progress()
-        self.optimiser = Optimiser(task.initial(), task.recipe)
+        self.optimiser = Optimiser(task.initial(), task.recipe, dtype)
         if (work / "checkpoint.safetensors").exists():
             self._load()
-        self.working = self.optimiser.working(torch.bfloat16)
+        self.working = self.optimiser.working()
 
     def train(self, *, until: int | None = None, minutes: float | None = None) -> None:
         """To step `until` (the recipe's last, if not given), or until `minutes` of work have passed."""

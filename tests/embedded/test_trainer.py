@@ -139,7 +139,7 @@ def test_the_rate_rises_then_falls_to_its_last_share() -> None:
 
 def test_an_optimiser_step_clears_the_gradients_and_rounds_the_masters() -> None:
     optimiser = Optimiser(initial_weights(tiny(), 0), RECIPE)
-    working = optimiser.working(torch.bfloat16)
+    working = optimiser.working()
     before = {name: weight.detach().clone() for name, weight in working.items()}
     for weight in working.values():
         weight.grad = torch.ones_like(weight)

@@ -30,7 +30,6 @@ ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "src/kvcellar/engine/models/embedded"
 PAGES = sorted((ROOT / "docs/howto").glob("*.md"))
 NEEDS = {
-    "a model that takes images": "path/to/model",
     "a hub": "kvcellar pull",
     "a GGUF file": ".gguf",
     "systemd": "systemd",

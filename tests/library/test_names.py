@@ -13,7 +13,8 @@ from kvcellar.places import NoPlace, models
 HOSTILE = [
     "", ".", "..", "/", "a/", "/a", "../x", "a/..", "a/../b", "a/b/c", "a:b:c", "a:", ":b", "a:b/c", "-rf", ".a", "_a",
     "a..b", "a.", "a/b.", "a:b.", "a b", "a\n", "a\0b", "é", "e\u0301", "C:\\x", "a\\b", "~", "~/a", "a" * 81,
-    "a:" + "b" * 81, "embedded", "Embedded:1", "x.json", "a/x.JSON", "😀", "a/b:c.json", "a\u2024b", "a%2e%2e",
+    "a:" + "b" * 81, "embedded", "Embedded:1", "embedded-vision", "x.json",
+    "a/x.JSON", "😀", "a/b:c.json", "a\u2024b", "a%2e%2e",
 ]  # fmt: skip
 
 

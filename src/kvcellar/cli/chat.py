@@ -14,8 +14,13 @@ from kvcellar.errors import BadRequest, EngineFailed, KvcellarError
 from kvcellar.events import Delta
 from kvcellar.frontend.engine import Engine
 from kvcellar.frontend.session import Session
+from kvcellar.library.names import EMBEDDED, SEEING
 from kvcellar.places import NoPlace, state
 
+_DEMOS = {
+    EMBEDDED: "It is a demo model trained on Python's standard library, not an assistant. Try: def read_file(path):",
+    SEEING: "It is a demo model that sees shapes and digits, not an assistant. Try: /image FILE, then: What is this?",
+}
 _HELP = """\
   /help            show this help
   /set NAME VALUE  set a sampling parameter, like /set temperature 0.2
@@ -102,10 +107,8 @@ class Chat:
         click.echo(
             f"{model.name} ({model.architecture}, {model.dtype} on {model.device}): {kind}. /help lists commands."
         )
-        if model.name == "embedded" and not self._form.ids:
-            click.echo(
-                "It is a demo model trained on Python's standard library, not an assistant. Try: def read_file(path):"
-            )
+        if (hint := _DEMOS.get(model.name)) is not None and not self._form.ids:
+            click.echo(hint)
 
     def _read(self, reader: Any) -> str:
         """One line, or a message of several lines between triple quotes."""

@@ -18,8 +18,7 @@ from kvcellar.engine.core.device import DeviceThread
 from kvcellar.engine.load.in_library import in_library, located
 from kvcellar.engine.load.machine import free_cpu_bytes
 from kvcellar.engine.load.settings import OF_ONE_ENGINE, SHARE_OF_FREE, Settings
-from kvcellar.engine.models import embedded
-from kvcellar.engine.models.weights.find import find
+from kvcellar.engine.models.weights.find import locate
 from kvcellar.engine.models.weights.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.errors import BadRequest
 from kvcellar.frontend.documents import documents_of
@@ -27,6 +26,7 @@ from kvcellar.frontend.engine import Engine, import_needed
 from kvcellar.frontend.fork_server import starter_for
 from kvcellar.frontend.served_engine import open_variant
 from kvcellar.library.library import Library
+from kvcellar.library.names import EMBEDDED
 from kvcellar.places import NoPlace
 from kvcellar.places import models as library_directory
 from kvcellar.progress import Listener, Progress
@@ -149,7 +149,7 @@ class Engines:
 def _shown(model: str | None) -> str:
     """The name of a model without the directories of this machine."""
     if model is None:
-        return "embedded"
+        return EMBEDDED
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
@@ -166,7 +166,7 @@ def _spec(model: str | None, catalogue: LibraryModels | None, made: Engines, cac
         spec = catalogue.find(found.name)
         spec = replace(spec, key=engine_key(found, **{name: made.options.get(name) for name in OF_ONE_MODEL}))
     else:
-        name, path = _place(model)
+        name, path = locate(EMBEDDED if model is None else model)
         weights = bytes_in_memory(path, dtype=made.options["dtype"])
         spec = ModelSpec(name, str(path), weights, 0, 0, load, directory=path)
     weights = spec.weights + _beside(made)
@@ -174,16 +174,11 @@ def _spec(model: str | None, catalogue: LibraryModels | None, made: Engines, cac
     return replace(spec, weights=weights, cache=most, least_cache=least, load=load)
 
 
-def _place(model: str | None) -> tuple[str, Path]:
-    """Name and directory."""
-    return ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
-
-
 def _beside(made: Engines) -> int:
     """Bytes of what the command line adds to the next of its models: a draft, and adapters to the first one."""
     draft, size = made.options["draft"], 0
     if draft is not None and draft not in NO_FILES:
-        size += bytes_in_memory(_place(located(draft))[1], dtype=made.options["dtype"])
+        size += bytes_in_memory(locate(located(draft))[1], dtype=made.options["dtype"])
     adapters = made.options.get("adapters") or {} if not made.of_command else {}
     files = [file for paths in adapters.values() for path in paths for file in Path(path).glob("*.safetensors")]
     return size + sum(adapter_bytes(file.stat().st_size) for file in files)

@@ -74,7 +74,7 @@ def _is_missing(model: str) -> bool:
     """Whether this is a name that could be downloaded, and nothing on this machine has it."""
     from kvcellar.engine.models.weights.find import find
 
-    if model == RESERVED:
+    if model in RESERVED:
         return False
     try:
         Repository.parse(model)

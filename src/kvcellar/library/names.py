@@ -11,7 +11,8 @@ from kvcellar.errors import BadRequest, shown
 
 LATEST = "latest"  # the tag of a name without one
 SUFFIX = ".json"  # of the file of a manifest
-RESERVED = "embedded"  # the model that comes with kvcellar
+EMBEDDED, SEEING = "embedded", "embedded-vision"
+RESERVED = (EMBEDDED, SEEING)  # the models that come with kvcellar: one for text, and one that sees pictures
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", re.ASCII)
 _FORM = (
     "[owner/]name[:tag], each part of at most 80 letters, digits, '.', '_' and '-', beginning with a letter or digit"
@@ -34,9 +35,9 @@ class ModelName:
         for part in (owner if slash else LATEST, name, tag if colon else LATEST):
             _check(text, part)
         found = cls(owner, name, tag or LATEST)
-        if not owner and name.lower() == RESERVED:
+        if not owner and name.lower() in RESERVED:
             raise BadRequest(
-                f"{RESERVED!r} is the model that comes with kvcellar; no model of the library has that name", "model"
+                f"{name.lower()!r} is a model that comes with kvcellar; no model of the library has that name", "model"
             )
         return found
 

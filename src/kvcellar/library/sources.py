@@ -43,7 +43,7 @@ class Source:
 
 def found(command: Command, library: Library, tools: Tools, folders: Sequence[Path]) -> Source:
     """The source that FROM, DRAFT or ADAPTER names: a path, absolute or in one of `folders` (without them, no path is
-    read), else `embedded`, a name of the library, or a name of the local Hugging Face cache."""
+    read), else a model that comes with kvcellar, a name of the library, or a name of the local Hugging Face cache."""
     text = command.args
     if not text or len(text) > 4096 or "\0" in text:
         raise command.error(
@@ -54,7 +54,7 @@ def found(command: Command, library: Library, tools: Tools, folders: Sequence[Pa
         path = _path(text, folders, marker)
         if path is not None:
             return Source(path)
-        if text != RESERVED and (model := library.find(text)) is not None:
+        if text not in RESERVED and (model := library.find(text)) is not None:
             return Source(model.directory, model)
         return Source(tools.find(text))
     except (ModelNotFound, OSError, RuntimeError) as error:

@@ -11,7 +11,8 @@ class Tools(Protocol):
     """Everything here raises `ModelRefused` with the reason; the directories `into` do not exist yet."""
 
     def find(self, name: str) -> Path:
-        """The directory of `embedded`, or of a model in the local Hugging Face cache. Raises `ModelNotFound`."""
+        """The directory of a model that comes with kvcellar, or is in the local Hugging Face cache. Raises
+        `ModelNotFound`."""
         ...
 
     def kind(self, text: str) -> str:

@@ -45,6 +45,7 @@ from kvcellar.engine.recording.recording import Recording
 from kvcellar.engine.recording.saved import decoded, encoded
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.compiled import NotCompiled, compiled_for
+from kvcellar.library.names import EMBEDDED
 from kvcellar.memory.attention.choose import named
 from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
 from kvcellar.memory.kv.group import Group
@@ -143,7 +144,7 @@ class Restarts:
         plain = settings.record != "off" and settings.device in ("auto", "cpu") and not torch.cuda.is_available()
         if not plain or any(one is not None for one in others) or not isinstance(model, str | Path | None):
             return
-        self._found = locate("embedded" if model is None else model)
+        self._found = locate(EMBEDDED if model is None else model)
         try:
             self._digest = _digest(*self._found, settings, began)
         except (Unsettled, OSError, NotCompiled) as error:

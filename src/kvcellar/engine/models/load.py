@@ -51,6 +51,7 @@ from kvcellar.engine.models.weights.placement import check_placement
 from kvcellar.engine.models.weights.weights_files import WeightsFiles, check_depth, check_shapes, opened
 from kvcellar.engine.models.weights.weights_loading import check_types, fill, sources_of, targets_of
 from kvcellar.errors import BadRequest, ModelRefused, TokenizerFailed, panics_of, shown
+from kvcellar.library.names import EMBEDDED
 from kvcellar.progress import report
 from kvcellar.repository import MOST_TEXT, TEXTS
 from kvcellar.text.tokens import TextAssets
@@ -184,7 +185,7 @@ def load(
     if model is not None and not isinstance(model, str | Path):
         raise BadRequest(f"model is a directory, a name, or a model of transformers, not {shown(model)}", "model")
     place = _device(device)
-    name, path = locate("embedded" if model is None else model)
+    name, path = locate(EMBEDDED if model is None else model)
     with silence_transformers():
         fields = config_fields(path)
         generation = _generation_fields(path, fields)

@@ -32,7 +32,7 @@ class CreateTools:
         self._measure = measure
 
     def find(self, name: str) -> Path:
-        return embedded.path() if name == "embedded" else cached(name)[1]
+        return embedded.found(name) or cached(name)[1]
 
     def kind(self, text: str) -> str:
         return canonical_kind(text)

@@ -19,9 +19,10 @@ _TEXT = (
 
 
 def locate(model: str | Path) -> tuple[str, Path]:
-    """Name and directory of a model that is named or given as a directory; "embedded" is that of the package. Raises
-    `ModelNotFound`, `ModelRefused`."""
-    return ("embedded", embedded.path()) if model == "embedded" else find(model)
+    """Name and directory of a model that comes with kvcellar, or that `find` finds. Raises `ModelNotFound`,
+    `ModelRefused`."""
+    here = embedded.found(model)
+    return (str(model), here) if here is not None else find(model)
 
 
 def find(model: str | Path) -> tuple[str, Path]:

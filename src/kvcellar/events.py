@@ -29,7 +29,8 @@ class TokenLogprob:
 
 
 class PromptScored(Tagged, frozen=True):
-    """The tokens of the prompt, with their log-probabilities; None for the first, before which nothing is."""
+    """The tokens of the prompt, with their log-probabilities; None for the first, before which nothing is, and
+    for rows of images."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]

@@ -74,7 +74,7 @@ class Oracle(Silent):
 
     def _after(self, chain: Chain) -> Text:
         """What follows a text. After a context shift it is known by its end: `pos` counts what was dropped, too."""
-        at, own = chain.pos, tuple(chain.text)
+        at, own = chain.pos - chain.rows_of_images, tuple(chain.text)
         known = own if len(own) == at else own[-TAIL:]
         return next((text[at:] for text in self.texts if text[at - len(known) : at] == known), ())
 

@@ -55,28 +55,34 @@ class Pictures:
     def prompt(self, *parts: list[int] | ImageInput) -> list[int]:
         return with_rows(self.ids(parts), PLACEHOLDER, images_in(parts))
 
-    def greedy(self, *parts: list[int] | ImageInput) -> list[int]:
-        """Of the network's own forward, without a cache."""
-        ids = self.ids(parts)
+    def logits(self, parts: Sequence[list[int] | ImageInput], *drawn_ids: int) -> torch.Tensor:
+        """[T,V] of the network's own forward, without a cache, over these parts and tokens that were drawn behind."""
         inputs, names = inputs_of(images_in(parts)), signature(self.model.forward).parameters
         inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
+        text = torch.tensor([[*self.ids(parts), *drawn_ids]])
+        given: Mapping[str, Any] = {
+            "input_ids": text,
+            "attention_mask": torch.ones_like(text),
+            **dict.fromkeys(TYPES, (text == PLACEHOLDER).long()),
+            **inputs,
+        }
+        with torch.inference_mode():
+            found = self.model(**{name: one for name, one in given.items() if name in names}, use_cache=False)
+        logits = found.logits[0].float().clone()
+        logits[:, PLACEHOLDER] = float("-inf")
+        return logits
+
+    def greedy(self, *parts: list[int] | ImageInput) -> list[int]:
+        """Of the network's own forward, without a cache."""
         drawn_ids = list[int]()
         for _ in range(LENGTH):
-            text = torch.tensor([[*ids, *drawn_ids]])
-            given: Mapping[str, Any] = {
-                "input_ids": text,
-                "attention_mask": torch.ones_like(text),
-                **dict.fromkeys(TYPES, (text == PLACEHOLDER).long()),
-                **inputs,
-            }
-            with torch.inference_mode():
-                logits = self.model(
-                    **{name: one for name, one in given.items() if name in names}, use_cache=False
-                ).logits
-            last = logits[0, -1].clone()
-            last[PLACEHOLDER] = float("-inf")
-            drawn_ids.append(int(last.argmax()))
+            drawn_ids.append(int(self.logits(parts, *drawn_ids)[-1].argmax()))
         return drawn_ids
+
+    def lacks(self, drawn_ids: Sequence[int], *parts: list[int] | ImageInput) -> float:
+        """By how much at most the logit of a drawn token is below the highest one of its row."""
+        rows = self.logits(parts, *drawn_ids)[-1 - len(drawn_ids) : -1]
+        return float((rows.amax(-1) - rows[torch.arange(len(rows)), torch.tensor(drawn_ids)]).max())
 
 
 def images_in(parts: Sequence[list[int] | ImageInput]) -> list[ImageInput]:
@@ -100,11 +106,26 @@ def engine_of(pictures: Pictures, folder: Path, patch: pytest.MonkeyPatch, **set
         yield engine
 
 
-def submitted(engine: Engine, prompt: list[int], images: Sequence[ImageInput], n: int = 1) -> Collector:
-    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, n=n, logprobs=1, logit_bias=NEVER)
+def asked(engine: Engine, pictures: Pictures, *parts: list[int] | ImageInput, **options: Any) -> Collector:
+    return submitted(engine, pictures.prompt(*parts), images_in(parts), **options)
+
+
+def submitted(
+    engine: Engine,
+    prompt: list[int],
+    images: Sequence[ImageInput],
+    n: int = 1,
+    *,
+    adapter: str | None = None,
+    **options: Any,
+) -> Collector:
+    usual: dict[str, Any] = {"temperature": 0.0, "max_tokens": LENGTH, "logprobs": 1}
+    params = SamplingParams(n=n, ignore_eos=True, logit_bias=NEVER, **usual | options)
     client, collector = engine._requests.client, Collector(n)
     number = client.number()
-    submission = Submission(number=number, prompt=key_of(prompt), params=params, seed=1, images=tuple(images))
+    submission = Submission(
+        number=number, prompt=key_of(prompt), params=params, seed=1, images=tuple(images), adapter=adapter
+    )
     output = OutputProcessor(
         params,
         lambda: Output(None, Stops(())),

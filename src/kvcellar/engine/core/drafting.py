@@ -3,12 +3,13 @@
 Always true:
   * only completions in decode have drafts, and only between `propose` and the end of their step;
   * while the drafter is parked, rounds are plain and no chain is made for it;
-  * texts with images have none: what drafts knows tokens only;
+  * of a text with images, what drafts knows the tokens that are of text, as if there were no others;
   * all accepted drafts of a completion, and the token that follows them, fit its context and its `max_tokens`.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import filterfalse
 from typing import TypeVar
 
 from kvcellar.engine.core.request import Completion
@@ -18,6 +19,7 @@ from kvcellar.engine.speculate.draft_memory import DraftMemory
 from kvcellar.engine.speculate.drafter import Committed
 from kvcellar.engine.speculate.speculator import Speculator
 from kvcellar.events import Speculation
+from kvcellar.images.image import is_row
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.engine")
@@ -40,6 +42,7 @@ class Drafting:
         self.speculator, self._context, self.memory, self.draws = speculator, context, memory, draws
         self._sequences = {} if sequences is None else sequences
         self._chains: dict[Completion, Chain] = {}
+        self._texts: dict[Completion, list[int]] = {}  # of those with images, as `text` returns them
         self._resting: Sequence[Completion] = ()  # of a round for which the drafter is parked
 
     @property
@@ -53,14 +56,22 @@ class Drafting:
         self._resting = completions if self.speculator is not None and self.speculator.parked else ()
         if self.speculator is None or self._resting or not completions:
             return [0] * len(completions)
-        texts = [completion for completion in completions if completion.request.images is None]
-        chains = [self._chain(completion, min(most, self._room(completion))) for completion in texts]
+        chains = [self._chain(completion, min(most, self._room(completion))) for completion in completions]
         self._sequences.clear()
-        self._sequences.update((completion.key, completion.seq) for completion in texts)
-        if chains:
-            self.speculator.draft(chains)
-        self._chains = dict(zip(texts, chains, strict=True))
-        return [len(self._chains[one].drafts) if one in self._chains else 0 for one in completions]
+        self._sequences.update((completion.key, completion.seq) for completion in completions)
+        self.speculator.draft(chains)
+        self._chains = dict(zip(completions, chains, strict=True))
+        return [len(chain.drafts) for chain in chains]
+
+    def text(self, completion: Completion) -> list[int]:
+        """The tokens of a completion without rows of images, which all are of its prompt. It grows as its text does."""
+        if (images := completion.request.images) is None:
+            return completion.tokens
+        text = self._texts.setdefault(completion, [])
+        if not text:
+            text += filterfalse(is_row, completion.tokens[: images.end])
+        text += completion.tokens[len(text) + images.count :]
+        return text
 
     def _room(self, completion: Completion) -> int:
         left, produced = self._context - len(completion.tokens), completion.sampler.produced
@@ -69,14 +80,16 @@ class Drafting:
 
     def _chain(self, completion: Completion, room: int) -> Chain:
         request = completion.request
+        images, text = request.images, self.text(completion)
         return Chain(
             completion.key,
-            completion.tokens,
+            text,
             completion.sampler,
             completion.pos,
             room,
             namespace=request.space,
-            shared=request.cached,
+            shared=request.cached if images is None else images.text_before(request.cached),
+            rows_of_images=len(completion.tokens) - len(text),
             retention=request.retention,
             draws=self.draws,
         )
@@ -118,6 +131,7 @@ class Drafting:
     def close(self, completion: Completion) -> None:
         """A completion has ended, is preempted, or its text was changed."""
         self._chains.pop(completion, None)
+        self._texts.pop(completion, None)
         if self.speculator is not None:
             self.speculator.close(completion.key)
 
@@ -129,20 +143,20 @@ class Drafting:
         """A request is done."""
         if self.speculator is not None:
             self.speculator.conclude(request)
+        for one in [one for one in self._texts if one.request.number == request]:
+            del self._texts[one]
 
     def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
         """Drop what is kept of texts that have ended (see `Drafter`)."""
         if self.speculator is not None:
-            self.speculator.forget(namespace, tokens)
+            self.speculator.forget(namespace, [*filterfalse(is_row, tokens)])
 
     # -- the memory of the drafter ------------------------------------------------------------------------------
 
     def expect(self, completion: Completion) -> None:
         """A completion waits: what tiers have of its text is read meanwhile."""
-        request = completion.request
-        if request.images is not None:
-            return
-        self._try(lambda memory: memory.expect(completion.key, request.space, completion.tokens))
+        space = completion.request.space
+        self._try(lambda memory: memory.expect(completion.key, space, self.text(completion)))
 
     def pump(self) -> bool:
         """Read a bounded part of it for its store. False if there is nothing to read."""

@@ -51,10 +51,6 @@ class ImageRules:
             return None
         if self.why_not:
             raise BadRequest(self.why_not, "messages")
-        if submission.params.prompt_logprobs is not None:
-            raise BadRequest(
-                "tokens of a prompt with images have no log-probabilities: leave it out", "prompt_logprobs"
-            )
         images = PromptImages(prompt, submission.images, ahead=self.ahead)
         if self.ahead and (longest := max(map(len, images.spans))) > self.step_tokens:
             raise BadRequest(

@@ -4,7 +4,7 @@ Always true: `spans` are in order and do not overlap; each goes from the first r
 and the tokens in it that are rows are those of this image, all of them and in order.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from kvcellar.errors import BadRequest
@@ -18,7 +18,7 @@ class PromptImages:
         not those of the images."""
         self.inputs, self.ahead = tuple(images), ahead
         self.rows = {row: (index, at) for index, one in enumerate(images) for at, row in enumerate(one.row_ids())}
-        places = [at for at, token in enumerate(prompt) if is_row(token)]
+        self._places = places = [at for at, token in enumerate(prompt) if is_row(token)]
         if [prompt[at] for at in places] != [row for one in images for row in one.row_ids()]:
             raise BadRequest("the rows of images in the prompt are not those of its images", "prompt")
         self.spans, first = list[Span](), 0
@@ -32,9 +32,18 @@ class PromptImages:
         return sum(one.bytes for one in self.inputs)
 
     @property
+    def count(self) -> int:
+        """Rows of all images."""
+        return len(self._places)
+
+    @property
     def end(self) -> int:
         """Behind the last image."""
         return self._ends[-1]
+
+    def text_before(self, pos: int) -> int:
+        """How many of the tokens before `pos` are of text."""
+        return pos - bisect_left(self._places, pos)
 
     def after(self, pos: int) -> range:
         """The images of which tokens at `pos` or behind it are."""

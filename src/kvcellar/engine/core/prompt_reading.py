@@ -30,7 +30,7 @@ class PromptLogprobs:
         """Those whose log-probabilities `count` rows from position `start` on have."""
         return self._prompt[start + 1 : start + 1 + count]
 
-    def add(self, values: Sequence[TokenLogprob], count: int) -> PromptScored | None:
+    def add(self, values: Sequence[TokenLogprob | None], count: int) -> PromptScored | None:
         """`count` more rows have these values, and are in memory. Returns the event when there are no more."""
         self.known += count
         self._found += values

@@ -13,6 +13,7 @@ from kvcellar.engine.core.prompt_reading import Pooled, PromptReading, to_read
 from kvcellar.engine.core.request import Completion, Scheduled
 from kvcellar.engine.sample.draw import Draws
 from kvcellar.errors import ScoresNotNumbers
+from kvcellar.images.image import is_row
 
 
 class _Part(NamedTuple):
@@ -67,8 +68,10 @@ class PromptRows:
 
     @torch.inference_mode()
     def _scores(self, logits: Tensor, tokens: Sequence[int], most: int) -> Any:
+        """Of each token, or the error. Rows of images have none: they are not tokens, and nothing predicts them."""
         try:
-            return self._draws.score(logits, tokens, most)
+            found = self._draws.score(logits, [0 if is_row(token) else token for token in tokens], most)
+            return [None if is_row(token) else one for token, one in zip(tokens, found, strict=True)]
         except ScoresNotNumbers as error:
             return error
 

@@ -33,6 +33,7 @@ from kvcellar.engine.speculate.chain import Chain, Verified, verify
 from kvcellar.engine.speculate.drafter import Committed
 from kvcellar.errors import CacheFull, EngineFailed
 from kvcellar.events import FinishReason
+from kvcellar.images.image import is_row
 from kvcellar.kernels.uploads import uploaded
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
@@ -309,7 +310,11 @@ class Runner:
             count, request, text = kept.rows[_seq(completion)], completion.request, completion.tokens
             start, hidden = completion.computed - count, kept.hidden[row : row + count]
             new, namespace = [*text[start : start + count], *kept.chains[completion].tokens][:count], request.space
-            if count and request.images is None:
+            if (images := request.images) is not None:
+                kept_rows = [at for at, token in enumerate(new) if not is_row(token)]
+                text, start = self._drafting.text(completion), images.text_before(start)
+                new, hidden = [new[at] for at in kept_rows], hidden[kept_rows]
+            if new:
                 news.append(Committed(completion.key, namespace, text, start, new, hidden, request.retention))
             row += tokens + drafts
         self._drafting.committed(news)

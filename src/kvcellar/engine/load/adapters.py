@@ -21,7 +21,7 @@ from kvcellar.engine.control_replies import AdapterInfo
 from kvcellar.engine.core.request import AdapterUse
 from kvcellar.engine.models.adapters.adapters import Adapter, read_adapter
 from kvcellar.engine.models.guest import Guest
-from kvcellar.errors import AdapterRefused, BadRequest, EngineClosed, ModelRefused, shown
+from kvcellar.errors import AdapterRefused, BadRequest, EngineClosed, ModelRefused, first_few, shown
 
 PARAM = "adapter"  # of errors
 
@@ -69,6 +69,12 @@ class Adapters:
         name, directories = adapter_name(name), adapter_directories(path)
         with self._adding:
             adapter = read_adapter(directories, self._guest.model, most_bytes=lambda: self._most - self.bytes)
+            if (vision := self._guest.vision) is not None and (towers := vision.of_towers(adapter.loras)):
+                raise AdapterRefused(
+                    name,
+                    f"it changes {first_few(towers)}, in front of the language model, and images have the same "
+                    f"features for all requests. Let target_modules select layers of the language model only",
+                )
             try:
                 number = self._install(adapter, run)
             except ModelRefused as error:

@@ -13,7 +13,7 @@ Always true: between two forwards the network is as it was, and nothing is store
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -124,6 +124,11 @@ class Vision:
     def axes(self) -> bool:
         """Whether positions have several axes."""
         return _rope_index(self.model) is not None
+
+    def of_towers(self, layers: Iterable[str]) -> list[str]:
+        """Those of these layers of the network that are in front of its decoder."""
+        behind = {*self.decoder.modules(), self.model.get_output_embeddings()}
+        return [name for name in layers if self.model.get_submodule(name) not in behind]
 
     @torch.inference_mode()
     def encode(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Features:

@@ -32,7 +32,7 @@ class Assistant(Protocol):
 
 
 class _State(NamedTuple):
-    end: int  # tokens that the target has computed
+    end: int  # tokens of the text that the target has computed
     hidden: Tensor  # [1,H], of the last of them
 
 
@@ -72,12 +72,13 @@ class AssistantDrafter:
     def _is_level(self, chain: Chain) -> bool:
         """Whether the target has computed all of a text but its newest token, and the state is of that position."""
         state, seq = self._states.get(chain.key), self._sequence(chain.key)
-        end = len(chain.text) - 1
-        return state is not None and seq is not None and state.end == end == self._memory.length(seq) < self._context
+        if state is None or seq is None or state.end != len(chain.text) - 1:
+            return False
+        return _end(chain) == self._memory.length(seq) < self._context
 
     def _step(self, chains: Sequence[Chain], hidden: Tensor) -> tuple[Tensor, Tensor]:
         """One draft for each chain: logits [C,V], and hidden states [C,H] for the next."""
-        ends = [len(chain.text) - 1 for chain in chains]
+        ends = [*map(_end, chains)]
         seqs = [self._sequence(chain.key) for chain in chains]
         feeds = [
             Feed(seq, Span(end - 1, end), stores=False) for seq, end in zip(seqs, ends, strict=True) if seq is not None
@@ -100,3 +101,8 @@ class AssistantDrafter:
         """Assert what is always true between two calls."""
         assert self._memory.step is None
         assert all(len(state.hidden) == 1 for state in self._states.values())
+
+
+def _end(chain: Chain) -> int:
+    """What the target has computed of a text: all but its newest token."""
+    return len(chain.text) - 1 + chain.rows_of_images

@@ -35,7 +35,8 @@ class Chain:
     """What a drafter reads of a completion, and the drafts that it adds.
 
     `text` is the prompt and the tokens so far, of which the first `shared` were in the prefix cache when the request
-    began; `pos` is the position of the first draft. `room` is how many drafts are wanted. What a drafter computes of
+    began. The target has `rows_of_images` more in its memory, which are not tokens. `pos` is the position of the first
+    draft. `room` is how many drafts are wanted. What a drafter computes of
     the text is kept for others of the `namespace` as `retention` says.
     """
 
@@ -49,11 +50,13 @@ class Chain:
         *,
         namespace: str,
         shared: int,
+        rows_of_images: int = 0,
         retention: RetentionOptions = NO_OPTIONS,
         draws: Draws = BY_TORCH,
     ) -> None:
         self.key, self.text, self.pos, self.room = key, text, pos, max(0, room)
         self.namespace, self.shared, self.retention = namespace, shared, retention
+        self.rows_of_images = rows_of_images
         self.draws = draws  # of all chains of an engine the same
         self.drafts: list[Draft] = []
         self.samplers = [sampler]

@@ -17,12 +17,13 @@ from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Tokens of a completion that have entered the target's memory: the prompt in chunks, then each round's."""
+    """Tokens of a completion that have entered the target's memory: the prompt in chunks, then each round's. Rows of
+    images are not among them."""
 
     key: Key
     namespace: str
     text: Sequence[int]  # of the completion, from its beginning; drafts of this round are appended to it after the call
-    start: int  # position of the first
+    start: int  # place of the first in `text`
     tokens: Sequence[int]
     hidden: Tensor  # [len(tokens),H]: the target's last hidden states at these tokens
     retention: RetentionOptions = NO_OPTIONS  # how what is computed of the text is kept

@@ -1,0 +1,227 @@
+"""What an engine does beside prompts and greedy texts, with images in the text: each text is that of the network's own
+forward, and warm is cold."""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcellar import Engine
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.registered import our_attention, own_attention
+from kvcellar.errors import AdapterRefused
+from kvcellar.frontend.result import Result
+from kvcellar.images.image import is_row
+from tests.engine.mixes import assert_at_rest, bytes_for
+from tests.engine.speculating import Oracle, speculates
+from tests.images.seeing import Pictures, asked, engine_of, pictures_of
+from tests.models.lora import ends_with, layers_of, merged, saved
+from tests.zoo_test_support.images import network_of
+
+QUICK = ("llava", "gemma3", "qwen3_vl")
+SLOW = ("qwen2_vl", "lfm3_vl", "mistral3", "qwen3_5", "idefics3", "vipllava")
+TYPES = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+BEFORE, BETWEEN, AFTER = [5, 6, 7, 8, 31], [9, 10, 11], [12, 13, 14, 15]
+CLOSE = 1e-4
+
+
+def ids_of(result: Result) -> list[tuple[int, ...]]:
+    return [choice.token_ids for choice in result.choices]
+
+
+def encoded(engine: Engine) -> int:
+    """How often an image went through the tower."""
+    seeing = engine._built.loop.manager.seeing
+    assert seeing is not None
+    return seeing.encoded
+
+
+def parts_of(pictures: Pictures) -> list[list[Any]]:
+    one, two = pictures.one, pictures.two
+    return [[one, AFTER], [BEFORE, one, BETWEEN, two, AFTER], [BEFORE, two, AFTER], [BEFORE, AFTER]]
+
+
+def check_texts(engine: Engine, pictures: Pictures, texts: Sequence[list[Any]], within: float = CLOSE) -> None:
+    """All at once, and again from memory: tokens of the network's own forward."""
+    cold = [one.result() for one in [asked(engine, pictures, *parts) for parts in texts]]
+    for result, parts in zip(cold, texts, strict=True):
+        assert pictures.lacks(result.token_ids, *parts) <= within
+    warm = [one.result() for one in [asked(engine, pictures, *parts) for parts in texts]]
+    assert [one.token_ids for one in warm] == [one.token_ids for one in cold]
+    assert_at_rest(engine)
+
+
+OF_TEXT = r".*language_model.*(q_proj|v_proj|down_proj)"
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_adapters_change_texts_with_images_as_merged_weights_do(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = pictures_of(model_type)
+    layers = layers_of(pictures.model, lambda name: re.fullmatch(OF_TEXT, name) is not None)
+    own = saved(tmp_path / "own", layers, target_modules=OF_TEXT)
+    other = Pictures(merged(pictures.model, own), pictures.one, pictures.two)
+    texts = parts_of(pictures)
+    with engine_of(pictures, tmp_path / "m", monkeypatch, adapters={"own": own}) as engine:
+        for _ in range(2):
+            plain = [asked(engine, pictures, *parts) for parts in texts]
+            adapted = [asked(engine, pictures, *parts, adapter="own") for parts in texts]
+            for parts, found, changed in zip(texts, plain, adapted, strict=True):
+                assert pictures.lacks(found.result().token_ids, *parts) <= CLOSE
+                assert other.lacks(changed.result().token_ids, *parts) <= CLOSE
+        assert encoded(engine) == 2
+        assert_at_rest(engine)
+
+
+def test_an_adapter_that_changes_features_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = pictures_of("llava")
+    own = saved(tmp_path / "own", layers_of(pictures.model, ends_with("q_proj")), target_modules=["q_proj"])
+    with engine_of(pictures, tmp_path / "m", monkeypatch) as engine:
+        with pytest.raises(AdapterRefused, match=r"changes model\.vision_tower.*target_modules"):
+            engine.adapters.add("own", own)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "mixed"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_quantised_weights(
+    model_type: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network's own forward is that with these weights."""
+    pictures = pictures_of(model_type)
+    with engine_of(pictures, tmp_path, monkeypatch, weights=weights) as engine:
+        guest = engine._built.guest
+        assert guest.vision is not None, guest.not_seeing
+        quantised = Pictures(guest.model, pictures.one, pictures.two)
+        found = [asked(engine, pictures, *parts).result().token_ids for parts in parts_of(pictures)]
+        check_texts(engine, pictures, parts_of(pictures), float("inf"))
+        engine._built.loop.call(partial(check_own, guest, quantised, list(zip(parts_of(pictures), found, strict=True))))
+
+
+def check_own(guest: Guest, pictures: Pictures, texts: list[tuple[list[Any], tuple[int, ...]]]) -> None:
+    """By the own attention of a network that an engine has, on its thread."""
+    own_attention(guest.model)
+    try:
+        for parts, found in texts:
+            assert pictures.lacks(found, *parts) <= 1e-3
+    finally:
+        our_attention(guest.model)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_bfloat16(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = pictures_of(model_type, torch.bfloat16)
+    with engine_of(pictures, tmp_path, monkeypatch) as engine:
+        check_texts(engine, pictures, parts_of(pictures), within=0.1)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_little_memory_preempts_and_changes_no_text(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = pictures_of(model_type)
+    texts = [[[20 + n] * (n + 2), pictures.one, AFTER, pictures.two, [n + 40] * 3] for n in range(5)]
+    longest = max(len(pictures.ids(parts)) for parts in texts) + 40
+    how: dict[str, Any] = {"step_tokens": longest, "context": longest, "max_sequences": 5, "record": "off"}
+    how["cache_bytes"] = bytes_for(network_of(model_type), longest * 3 // 2, **how) + 1
+    with engine_of(pictures, tmp_path, monkeypatch, image_bytes=1, **how) as engine:
+        several = [asked(engine, pictures, *parts, max_tokens=30) for parts in texts]
+        for parts, one in zip(texts, several, strict=True):
+            assert pictures.lacks(one.result().token_ids, *parts) <= CLOSE
+        assert engine.stats().preemptions > 0
+        assert_at_rest(engine)
+
+
+def test_sampled_outputs_and_forks_behind_an_image_are_the_same_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More outputs than run at once, with penalties and without."""
+    pictures = pictures_of("qwen3_vl")
+    parts = [BEFORE, pictures.one, AFTER]
+    with engine_of(pictures, tmp_path, monkeypatch, max_sequences=2) as engine:
+        for how in ({}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}, {"no_repeat_ngram_size": 2}):
+            engine.clear_cache()
+            cold, warm = (
+                ids_of(asked(engine, pictures, *parts, n=5, temperature=1.0, seed=7, max_tokens=9, **how).result())
+                for _ in range(2)
+            )
+            assert cold == warm
+            assert len(set(cold)) > 1
+        assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_steps_behind_images_run_as_a_recording(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = pictures_of(model_type)
+    with engine_of(pictures, tmp_path, monkeypatch, record="auto") as engine:
+        check_texts(engine, pictures, parts_of(pictures))
+        assert engine.stats().recording.refused is None
+        assert engine.stats().recording.steps > 4
+
+
+def test_requests_that_are_cancelled_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While they wait, between chunks of a prompt, in front of an image, and in the middle of a text."""
+    pictures = pictures_of("qwen3_vl")
+    parts = [BEFORE * 8, pictures.one, AFTER * 8, pictures.two, BEFORE]
+    with engine_of(pictures, tmp_path, monkeypatch, step_tokens=16, max_sequences=3) as engine:
+        built = engine._built
+        seeing = built.loop.manager.seeing
+        assert seeing is not None
+        cold = asked(engine, pictures, *parts).result().token_ids
+        turn, left = built.loop.turn, [0]
+
+        def counted() -> Any:
+            left[0] -= 1
+            if not left[0]:
+                for number in list(built.loop._requests):
+                    built.loop.cancel(number)
+            return turn()
+
+        monkeypatch.setattr(built.loop, "turn", counted)
+        for turns in range(1, 30, 3):
+            engine.clear_cache()
+            left[0] = turns
+            several = [asked(engine, pictures, *parts, max_tokens=40) for _ in range(5)]
+            outcomes = {choice.finish_reason for one in several for choice in one.result().choices}
+            assert outcomes <= {"cancelled", "length"}
+            built.loop.call(lambda: built.loop.check())
+            assert not seeing._positions
+            assert not built.intake.prompts.taken
+        assert asked(engine, pictures, *parts).result().token_ids == cold
+        assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("depth", [1, 4])
+def test_texts_with_drafts_are_those_without(
+    model_type: str, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of which are right; several outputs, cold and from memory, greedy and sampled."""
+    pictures = pictures_of(model_type)
+    texts = parts_of(pictures)
+    with engine_of(pictures, tmp_path, monkeypatch) as engine:
+        for how in ({}, {"temperature": 0.8, "repetition_penalty": 1.2}):
+            speculates(engine, None)
+            options: dict[str, Any] = {"n": 2, "max_tokens": 12, "seed": 3, **how}
+            plain = [ids_of(one.result()) for one in [asked(engine, pictures, *parts, **options) for parts in texts]]
+            known = [
+                [token for token in pictures.prompt(*parts) if not is_row(token)] + list(ids)
+                for parts, several in zip(texts, plain, strict=True)
+                for ids in several
+            ]
+            speculates(engine, oracle := Oracle(known), depth)
+            for _ in range(2):
+                engine.clear_cache()
+                drafted = [one.result() for one in [asked(engine, pictures, *parts, **options) for parts in texts]]
+                assert [ids_of(one) for one in drafted] == plain
+                for one in drafted:
+                    assert one.speculation is not None
+                    assert one.speculation.accepted > 0
+            assert sum(oracle.rounds) > 20
+        assert_at_rest(engine)

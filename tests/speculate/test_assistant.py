@@ -2,7 +2,7 @@
 several completions at once, after any acceptance, before and after the window has wrapped."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ from tests.models.timeline import small_memory
 from tests.speculate.chains import sampler
 from tests.zoo import ARCHS
 
+NONE: Mapping[int, int] = {}
 PROMPTS = {1: list(range(20, 41)), 2: [7, 9, 8], 3: [50, *range(3, 12)]}
 
 
 class World:
-    def __init__(self, model_type: str, *, ordered: bool = False) -> None:
+    def __init__(self, model_type: str, *, ordered: bool = False, rows: Mapping[int, int] = NONE) -> None:
+        """`rows`: how many of the first tokens of texts stand for rows of images."""
+        self.rows = {number: rows.get(number, 0) for number in range(9)}
         self.head, self.reference = head_and_reference(model_type, ordered=ordered)
         self.guest, self.memory = target(), small_memory(target(), 60, sequences=4)
         self.drafter = AssistantDrafter("assistant", self.head, self.memory, lambda key: key[0], context=100)
@@ -40,9 +43,9 @@ class World:
             self.texts[number].append(self.compute({number: len(PROMPTS[number])}, {})[0])
 
     def chain(self, number: int, room: int) -> Chain:
-        text = self.texts[number]
+        text, rows = self.texts[number], self.rows[number]
         draws = sampler(vocab=VOCAB, temperature=0.0)
-        return Chain((number, 0), text, draws, len(text), room, namespace="", shared=0)
+        return Chain((number, 0), text[rows:], draws, len(text), room, namespace="", shared=0, rows_of_images=rows)
 
     def compute(
         self, counts: dict[int, int], drafts: dict[int, list[int]], kept: dict[int, int] | None = None
@@ -57,7 +60,8 @@ class World:
         row, news, tokens = 0, list[Committed](), list[int]()
         for n, span in spans.items():
             text, states = [*self.texts[n], *drafts.get(n, [])], hidden[row : row + counts[n]]
-            news.append(Committed((n, 0), "", text, span.start, text[span.start : span.start + counts[n]], states))
+            new, start = text[max(span.start, self.rows[n]) : span.start + counts[n]], span.start - self.rows[n]
+            news.append(Committed((n, 0), "", text[self.rows[n] :], max(0, start), new, states[-len(new) :]))
             tokens.append(int(logits[row + counts[n] - 1].argmax()))
             self.hidden[n] = states[-1:]
             row += len(span)
@@ -100,10 +104,11 @@ class World:
             self.texts[number] += [*taken[number], token]
 
 
+@pytest.mark.parametrize("rows", [NONE, {1: 4, 3: 9}])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("model_type", TEXTS)
-def test_drafts_are_those_of_transformers_own_loop(model_type: str, ordered: bool) -> None:
-    world = World(model_type, ordered=ordered)
+def test_drafts_are_those_of_transformers_own_loop(model_type: str, ordered: bool, rows: Mapping[int, int]) -> None:
+    world = World(model_type, ordered=ordered, rows=rows)
     for turn in range(5):
         numbers = [number for number in PROMPTS if (turn + number) % 3]
         world.round(numbers, 3, [(turn + number) % 4 for number in numbers])

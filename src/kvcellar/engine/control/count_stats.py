@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def stats(built: "Built") -> EngineStats:
     """To be called on the engine's thread, between two steps."""
     loop, memory, scheduler = built.loop, built.memory, built.loop.scheduler
+    seeing = loop.manager.seeing
     rows_used = memory.rows.used
     return EngineStats(
         at=time.time(),
@@ -60,6 +61,8 @@ def stats(built: "Built") -> EngineStats:
         recomputes=dict(loop.manager.recomputes),
         compacted=loop.compaction.moved,
         adapter_bytes=built.adapters.bytes,
+        images_encoded=seeing.encoded if seeing is not None else 0,
+        image_bytes=seeing.bytes if seeing is not None else 0,
         kv_events_lost=loop.manager.events.lost_changes if loop.manager.events is not None else 0,
     )
 

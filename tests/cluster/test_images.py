@@ -12,8 +12,8 @@ from kvcellar import Engine
 from kvcellar.engine.messages import ReadStats
 from kvcellar.memory import restore_plan
 from tests.cluster.replicas import FaultyReplica, gateway
-from tests.engine.places import PATIENCE
 from tests.engine.drafting import always_restored
+from tests.engine.places import PATIENCE
 from tests.images.files import picture
 from tests.images.test_whole import user
 from tests.images.whole import ROWS, write_model

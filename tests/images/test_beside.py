@@ -310,3 +310,29 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_own_forward(
                     gap = float(own[at - 1, prompt[at]] - own[at - 1, one.top[0][0]])
                     assert one.logprob - one.top[0][1] == pytest.approx(gap, abs=CLOSE)
         assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("how", ["alone", "beside others", "drafts"])
+def test_a_text_that_is_shifted_behind_an_image_is_the_same(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From memory, with others, and with drafts."""
+    pictures = pictures_of("llava")
+    parts = [BEFORE, pictures.one, AFTER]
+    context = len(pictures.ids(parts)) + 16
+    shifting: dict[str, Any] = {"max_tokens": 40, "shift": True, "num_keep": -1}
+    with engine_of(pictures, tmp_path, monkeypatch, context=context) as engine:
+        cold = asked(engine, pictures, *parts, **shifting).result().token_ids
+        assert engine.stats().shifts > 1
+        if how == "drafts":
+            speculates(engine, Oracle([[*BEFORE, *AFTER, *cold]]), 3)
+        others = [asked(engine, pictures, [60 + n], pictures.one, AFTER) for n in range(4 * (how == "beside others"))]
+        warm = asked(engine, pictures, *parts, **shifting).result()
+        assert warm.token_ids == cold
+        assert warm.usage.cached_tokens > pictures.one.rows
+        if how == "drafts":
+            assert warm.speculation is not None
+            assert warm.speculation.accepted > 3
+        for one in others:
+            one.result()
+        assert_at_rest(engine)

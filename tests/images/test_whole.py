@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from kvcellar import Engine
-from kvcellar.errors import BadRequest
 from kvcellar.frontend.result import Collector
 from kvcellar.serve import Server, ServeSettings
 
@@ -130,9 +129,10 @@ def test_a_full_context_drops_text_behind_an_image_and_ends_where_it_would_drop_
     assert result.usage.completion_tokens in ((60,) if num_keep else (room, room + 1))
 
 
-def test_log_probabilities_of_a_prompt_with_images_are_refused(engine: Engine) -> None:
-    with pytest.raises(BadRequest, match="no log-probabilities"):
-        engine.chat(user(picture(seed=1), "what?"), prompt_logprobs=1, **ASKED)
+def test_rows_of_images_have_no_log_probabilities(engine: Engine) -> None:
+    found = engine.chat(user(picture(seed=1), "what?"), prompt_logprobs=1, **ASKED).prompt_logprobs
+    assert found is not None
+    assert found.count(None) == 1 + ROWS
 
 
 def test_a_session_goes_on_behind_an_image(engine: Engine) -> None:
@@ -140,6 +140,18 @@ def test_a_session_goes_on_behind_an_image(engine: Engine) -> None:
     session.send([picture(seed=9), "what is it?"], **ASKED)
     second = session.send("and now?", **ASKED)
     assert second.usage.cached_tokens > ROWS
+
+
+def test_forks_of_a_session_go_on_behind_an_image(engine: Engine) -> None:
+    engine.clear_cache()
+    before = encoded(engine)
+    session = engine.session()
+    session.send([picture(seed=11), "what is it?"], **ASKED)
+    with session.fork() as fork:
+        found = [one.send("and now?", **ASKED) for one in (session, fork)]
+    assert found[0].token_ids == found[1].token_ids
+    assert min(one.usage.cached_tokens for one in found) > ROWS
+    assert encoded(engine) == before + 1
 
 
 def test_over_http_the_same_image_is_the_same_prompt(engine: Engine) -> None:

@@ -31,7 +31,8 @@ def served(folder: Path, store: Path) -> Iterator[httpx.Client]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--port", str(port), "--store", str(store), "--cache-bytes", "60000000", "--threads", "1", "--quiet"]
+    options = ["--port", str(port), "--store", str(store), "--cache-bytes", "60000000", "--threads", "1"]
+    options += ["--record", "off", "--quiet"]
     command = [sys.executable, "-m", "kvcellar", "serve", str(folder), *options]
     process = subprocess.Popen(command, start_new_session=True)  # with its engine
     try:

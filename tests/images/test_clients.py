@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from kvcellar import Engine
+from kvcellar.frontend.capabilities import read
 from kvcellar.serve import Server, ServeSettings
 
 from .files import picture, written
@@ -98,7 +99,7 @@ def test_openai_sends_images_to_responses_and_goes_on(url: str, model: str, text
 
 def test_anthropic_sends_images_and_counts_them(url: str, model: str, text: str) -> None:
     with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
-        asked: Any = {"model": model, "messages": BLOCKS, "max_tokens": MOST, "temperature": 0.0}
+        asked: Any = {"model": model, "messages": BLOCKS, "max_tokens": MOST, "extra_body": {"temperature": 0.0}}
         whole = client.messages.create(**asked)
         assert "".join(part.text for part in whole.content if part.type == "text") == text
         with client.messages.stream(**asked) as stream:
@@ -116,5 +117,14 @@ def test_ollama_sends_images(url: str, model: str, text: str, tmp_path: Path) ->
         messages: list[Any] = [{"role": "user", "content": QUESTION, "images": [image]}]
         assert client.chat(model, messages, options=options).message.content == text
     parts = client.generate(model, QUESTION, images=[FILE], options=options, stream=True)
-    assert "".join(part.response for part in parts) == text
+    assert "".join(part.response or "" for part in parts) == text
     assert "vision" in (client.show(model).capabilities or [])
+    client._client.close()
+
+
+def test_a_model_that_is_not_loaded_says_that_it_sees(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    assert "vision" in read(tmp_path, None)
+    (tmp_path / "processor_config.json").unlink()
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert "vision" not in read(tmp_path, None)

@@ -38,6 +38,11 @@ class ChatImages:
         self._seen: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # namespaces and digests
         self._lock = threading.Lock()
 
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images."""
+        return self._images is not None
+
     def taken(self, messages: Sequence[Message], namespace: str) -> tuple[Sequence[Message], Labelled]:
         """The messages with what templates read of images, and the images. Raises `BadRequest` with the place."""
         if not isinstance(messages, list | tuple):

@@ -76,6 +76,27 @@ def test_another_image_has_other_logits_and_shares_only_what_is_before_it(engine
     assert [dict(at.top) for at in one] != [dict(at.top) for at in two]
 
 
+def test_why_names_the_image_that_is_not_as_it_was(engine: Engine) -> None:
+    engine.clear_cache()
+    said: list[dict[str, Any]] = [{"role": "system", "content": "look"}]
+    engine.chat([*said, *user(picture(seed=1), "and", picture(seed=2), "what?")], **ASKED)
+    other = engine.chat([*said, *user(picture(seed=1), "and", picture(seed=3), "what?")], **ASKED).recall
+    moved = engine.chat([*said, *user("now ", picture(seed=1), "what?")], **ASKED).recall
+    again = engine.chat([*said, *user(picture(seed=1), "and", picture(seed=2), "what?")], **ASKED).recall
+    assert other is not None
+    assert moved is not None
+    assert again is not None
+    assert (other.reason, other.image) == ("diverged", "message 2, image 2: another image")
+    assert (moved.reason, moved.image) == ("diverged", "message 2, image 1: the same image, after another text")
+    assert (again.reason, again.image) == ("all", "")
+    ids = engine.render([*said, *user(picture(seed=4), "what?")])
+    collector = Collector(1)
+    engine.submit(ids[:-1], engine.params(**ASKED), deliver=collector.deliver)
+    found = collector.result().recall
+    assert found is not None
+    assert found.image == "image 1 of the prompt: another image", "it is no prompt of a chat"
+
+
 def test_an_image_in_another_place_keeps_its_features(engine: Engine) -> None:
     engine.clear_cache()
     engine.chat(user(picture(seed=3), "what is it?"), **ASKED)

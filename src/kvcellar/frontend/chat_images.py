@@ -42,14 +42,16 @@ class ChatImages:
         """The messages with what templates read of images, and the images. Raises `BadRequest` with the place."""
         if not isinstance(messages, list | tuple):
             return messages, NO_IMAGES  # to be refused
-        found = list[ProcessedImage]()
-        taken = [self._taken(message, f"messages[{at}]", found) for at, message in enumerate(messages)]
+        found, taken, places = list[ProcessedImage](), list[Message](), list[tuple[int, int]]()
+        for at, message in enumerate(messages):
+            taken.append(self._taken(message, f"messages[{at}]", found))
+            places += [(at, number) for number in range(len(found) - len(places))]
         if not found or self._images is None:
             return taken, NO_IMAGES
         with self._lock:
             for image in found:
                 self._use(namespace, image.input)
-        return taken, Labelled(found, self.placeholder, found[0].token)
+        return taken, Labelled(found, self.placeholder, found[0].token, places)
 
     def _use(self, namespace: str, image: ImageInput) -> None:
         self._seen[namespace, image.digest] = None

@@ -85,6 +85,7 @@ class SeenRecall(Answer):
     sources: dict[str, int]
     detail: str
     entry: str
+    image: str
     ours: str | None
     theirs: str | None
 
@@ -388,8 +389,15 @@ def _ended(one: EndedRequest, viewer: Viewer, text: Text | None) -> SeenEndedReq
 def _recall(recall: Recall, reads: bool, text: Text | None) -> SeenRecall:
     text = text if reads else None
     ours, theirs = (text(side) if text is not None and side else None for side in (recall.ours, recall.theirs))
-    detail, entry = recall.detail if reads or recall.rewrite is None else "", recall.entry if reads else ""
-    return SeenRecall.of(recall, sources=dict(recall.sources), detail=detail, entry=entry, ours=ours, theirs=theirs)
+    return SeenRecall.of(
+        recall,
+        sources=dict(recall.sources),
+        detail=recall.detail if reads or recall.rewrite is None else "",
+        entry=recall.entry if reads else "",
+        image=recall.image if reads else "",
+        ours=ours,
+        theirs=theirs,
+    )
 
 
 def _group(group: GroupStats, cells: CellMap) -> SeenGroup:

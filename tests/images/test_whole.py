@@ -13,6 +13,7 @@ from PIL import Image
 
 from kvcellar import Engine
 from kvcellar.errors import BadRequest
+from kvcellar.frontend import capabilities
 from kvcellar.frontend.result import Collector
 from kvcellar.serve import Server, ServeSettings
 
@@ -161,6 +162,18 @@ def test_a_session_goes_on_behind_an_image(engine: Engine) -> None:
     session.send([picture(seed=9), "what is it?"], **ASKED)
     second = session.send("and now?", **ASKED)
     assert second.usage.cached_tokens > ROWS
+
+
+def test_that_it_sees_is_known_before_it_is_loaded(engine: Engine, folder: Path) -> None:
+    assert engine.sees
+    found = capabilities.read(folder, None)
+    assert "vision" in found
+    assert found == capabilities.capabilities(engine.replies, sees=True, embeds=False)
+    (folder / "preprocessor_config.json").rename(folder / "not.json")
+    try:
+        assert "vision" not in capabilities.read(folder, None)
+    finally:
+        (folder / "not.json").rename(folder / "preprocessor_config.json")
 
 
 def test_over_http_the_same_image_is_the_same_prompt(engine: Engine) -> None:

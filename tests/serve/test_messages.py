@@ -202,7 +202,8 @@ MESSAGES: list[tuple[dict[str, object], str]] = [
     (talk(USER | {"content": [{"type": "image_url"}]}), "messages[0].content[0].image_url is required"),
     (
         talk(USER | {"content": [{"type": "input_audio", "input_audio": {}}]}),
-        "messages[0].content[0].type must be of text or an image: there is no encoder here for audio",
+        "messages[0].content[0].type must be of text or an image: there is no encoder here for audio; send its "
+        "words as text",
     ),
     (talk(picture("data:;base64,QQ==")), f"{PICTURE}: {BLIND}"),
     (talk(USER | {"audio": {}}), "messages[0].audio must be null"),

@@ -15,16 +15,21 @@ from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.text.tokens import MOST_BYTES, bytes_for
 from kvcellar.worker import own_python
 
-Capability = Literal["completion", "tools", "thinking", "embedding"]
+Capability = Literal["completion", "vision", "tools", "thinking", "embedding"]
 NOTHING: tuple[Capability, ...] = ("completion",)  # of every model
 CONTEXT = 2**20  # tokens; no conversation is rendered
 READ_SECONDS = 120.0  # until a tokenizer is given up
 log = logging.getLogger("kvcellar.serve")
 
 
-def capabilities(replies: Replies, *, embeds: bool) -> tuple[Capability, ...]:
+def capabilities(replies: Replies, *, sees: bool, embeds: bool) -> tuple[Capability, ...]:
     """By the names that Ollama has for them."""
-    known: dict[Capability, bool] = {"tools": replies.refusal is None, "thinking": replies.reasons, "embedding": embeds}
+    known: dict[Capability, bool] = {
+        "vision": sees,
+        "tools": replies.refusal is None,
+        "thinking": replies.reasons,
+        "embedding": embeds,
+    }
     return (*NOTHING, *(name for name, has in known.items() if has))
 
 
@@ -62,7 +67,25 @@ def read(directory: Path, template: str | None) -> tuple[Capability, ...]:
     if assets is not None and template is not None:
         assets = with_template(assets, template)
     codec = TextCodec(TextCard(assets=assets, why_not=why_not, context=CONTEXT, text_bytes=bytes_for(MOST_BYTES)))
-    return capabilities(Replies(codec), embeds=not isinstance(pooling_of(directory), str))
+    sees = codec.has_chat and _sees(directory)
+    return capabilities(Replies(codec), sees=sees, embeds=not isinstance(pooling_of(directory), str))
+
+
+def _sees(directory: Path) -> bool:
+    """Whether the files of a model have all that it needs to take images; its network is tested when it is loaded."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    from kvcellar.engine.models.weights.config_file import config_fields
+
+    try:
+        if config_fields(directory)["model_type"] not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            return False
+        from kvcellar.images.processing import Processor  # which takes seconds
+
+        Processor(directory, "", placeholder=-1, most_rows=0)
+    except ModelRefused:
+        return False
+    return True
 
 
 if __name__ == "__main__":

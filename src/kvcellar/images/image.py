@@ -58,6 +58,7 @@ class ProcessedImage(Struct, frozen=True, array_like=True):
     width: int  # pixels, as it was decoded
     height: int
     token: str = ""  # what chat templates write for an image, in whose place `text` is
+    thumbnail: bytes = b""  # a JPEG to show it to people (`decoding.thumbnail`)
 
 
 def is_row(token: int) -> bool:

@@ -46,7 +46,8 @@ class _Kept:
 
     @property
     def bytes(self) -> int:
-        return self.image.input.bytes + len(self.image.text) + _SOURCE * len(self.sources)
+        image = self.image
+        return image.input.bytes + len(image.text) + len(image.thumbnail) + _SOURCE * len(self.sources)
 
 
 class Images:
@@ -107,6 +108,12 @@ class Images:
             raise BadRequest(f"the prompt ends {len(left)} rows before the end of an image", "prompt")
         return tuple(found)
 
+    def begun_in(self, ids: Sequence[int]) -> list[tuple[int, ProcessedImage]]:
+        """The images that are kept of those whose first row is among tokens, and where that is."""
+        rows = [(at, token) for at, token in enumerate(ids) if is_row(token)]
+        with self._lock:
+            return [(at, self._kept[self._firsts[row]].image) for at, row in rows if row in self._firsts]
+
     @property
     def kept_bytes(self) -> int:
         return self._bytes
@@ -157,7 +164,9 @@ class Images:
     def _keep(self, key: bytes, image: ProcessedImage) -> None:
         digest = image.input.digest
         if (size := _Kept(image, [key]).bytes) > self._most:
-            raise BadRequest(f"the processor makes {size} bytes of the image; {self._most} are kept of all")
+            raise BadRequest(
+                f"the processor makes {size} bytes of the image; {self._most} are kept of all. Send a smaller one"
+            )
         with self._lock:
             kept = self._kept.setdefault(digest, _Kept(image))
             self._bytes += kept.bytes if not kept.sources else 0

@@ -115,6 +115,20 @@ def test_a_good_one_is_taken_after_all_of_them(images):
     assert images.process(GOOD + b"PK\3\4" + b"\0" * 50, WHERE).input == images.process(GOOD, WHERE).input
 
 
+def test_an_image_of_too_many_tokens_is_refused_before_its_pixels_are_read(tmp_path):
+    """Those of this one are not there."""
+    ids = write_tokenizer(tmp_path)
+    write_processor(
+        tmp_path, "qwen3_vl", {"processor_class": "Qwen3VLProcessor"}, {"image_processor_type": "Qwen2VLImageProcessor"}
+    )
+    images = Images(tmp_path, model="m", placeholder=ids["<image>"], most_rows=256)
+    try:
+        with pytest.raises(BadRequest, match=r"4000 x 4000 pixels has \d+ tokens for this model; 256 are allowed"):
+            images.process(png(4000, 4000, b""), WHERE)
+    finally:
+        images.close()
+
+
 def test_a_job_that_takes_too_long_names_the_image_and_the_limit(images, monkeypatch):
     monkeypatch.setattr("kvcellar.images.store.SECONDS", 0.05)
     big = png(7000, 7000, b"\0" * (7000 * 21_001))

@@ -24,7 +24,7 @@ class Counted(Images):
     def _prepared(self, file: bytes) -> ProcessedImage:
         self.prepared += 1
         rows, shown = file.strip().split(b",")
-        array = ImageArray("pixel_values", "uint8", (1000,), b"\0" * 1000)
+        array = ImageArray("pixel_values", "uint8", (1000,), memoryview(b"\0" * 1000))
         return ProcessedImage(ImageInput(shown.ljust(32), int(rows), (array,)), "<image>" * int(rows), 1, 1)
 
 

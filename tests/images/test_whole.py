@@ -2,6 +2,7 @@
 of it is not computed again."""
 
 import base64
+import sys
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvcellar import Engine
 from kvcellar.errors import BadRequest
 from kvcellar.frontend import capabilities
 from kvcellar.frontend.result import Collector
+from kvcellar.images import shared
 from kvcellar.serve import Server, ServeSettings
 
 from .files import picture
@@ -164,6 +166,19 @@ def test_a_session_goes_on_behind_an_image(engine: Engine) -> None:
     assert second.usage.cached_tokens > ROWS
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has files without a name")
+def test_an_engine_in_another_process_reads_images_in_shared_memory(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = engine.chat(user("look: ", picture(seed=1), "and", picture(seed=2)), **ASKED)
+    monkeypatch.setattr(shared, "LEAST", 1)
+    with Engine(folder, process=True, **SETTINGS) as other:
+        theirs = other.chat(user("look: ", picture(seed=1), "and", picture(seed=2)), **ASKED)
+        image = other.image(picture(seed=1)).input
+        assert shared.to_send(image).place is not None
+    assert theirs.choices[0].token_ids == ours.choices[0].token_ids
+
+
 def test_that_it_sees_is_known_before_it_is_loaded(engine: Engine, folder: Path) -> None:
     assert engine.sees
     found = capabilities.read(folder, None)
@@ -183,6 +198,18 @@ def test_over_http_the_same_image_is_the_same_prompt(engine: Engine) -> None:
         content = [part, {"type": "text", "text": "what is it?"}]
         body = {"messages": [{"role": "user", "content": content}], **ASKED}
         answer = http.post("/v1/chat/completions", json=body).json()
+        tokenized = http.post("/tokenize", json={"messages": body["messages"]}).json()["count"]
+        source = {"type": "base64", "media_type": "image/png", "data": part["image_url"]["url"].partition(",")[2]}
+        asked = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}, content[1]]}]}
+        anthropic = http.post("/v1/messages/count_tokens", json={"model": engine.model.name, **asked}).json()
+        seen = [
+            {"type": "input_image", "image_url": part["image_url"]["url"]},
+            {"type": "input_text", "text": "what is it?"},
+        ]
+        item = {"input": [{"role": "user", "content": seen}]}
+        responses = http.post("/v1/responses/input_tokens", json=item).json()
+    counted = [tokenized, anthropic["input_tokens"], responses["input_tokens"]]
+    assert counted == 3 * [ours.usage.prompt_tokens]
     assert answer["usage"]["prompt_tokens"] == ours.usage.prompt_tokens
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == ours.usage.prompt_tokens - 1
     assert answer["choices"][0]["message"]["content"] == ours.text

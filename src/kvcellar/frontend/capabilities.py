@@ -73,12 +73,10 @@ def read(directory: Path, template: str | None) -> tuple[Capability, ...]:
 
 def _sees(directory: Path) -> bool:
     """Whether the files of a model have all that it needs to take images; its network is tested when it is loaded."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    from kvcellar.engine.models.weights.config_file import config_fields
+    from kvcellar.engine.models.weights.config_file import has_vision
 
     try:
-        if config_fields(directory)["model_type"] not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        if not has_vision(directory):
             return False
         from kvcellar.images.processing import Processor  # which takes seconds
 

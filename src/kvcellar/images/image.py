@@ -24,7 +24,7 @@ class ImageArray(Struct, frozen=True, array_like=True):
     name: str
     dtype: str  # a name of NumPy: float32, int64, bool
     shape: tuple[int, ...]
-    data: bytes  # in order of C
+    data: memoryview  # bytes in order of C; none where the image has a `place`
 
     def array(self) -> Any:
         """As an array of NumPy, which is not copied."""
@@ -33,12 +33,22 @@ class ImageArray(Struct, frozen=True, array_like=True):
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
+class FilePlace(Struct, frozen=True, array_like=True):
+    """Where the data of arrays is: in a file that is open in another process. `sizes` are bytes of each."""
+
+    process: int  # its number
+    file: int  # that of the file in it
+    inode: int  # of the file: another one may have the same number since
+    sizes: tuple[int, ...]
+
+
 class ImageInput(Struct, frozen=True, array_like=True):
     """An image for an engine. `digest` tells it from all whose pixels, or what was made of them, differ."""
 
     digest: bytes  # 32
     rows: int  # placeholders: rows of its features
     arrays: tuple[ImageArray, ...]
+    place: FilePlace | None = None  # in a message: see `shared`
 
     @property
     def bytes(self) -> int:

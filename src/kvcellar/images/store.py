@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.images.fetching import Fetcher
 from kvcellar.images.image import ImageInput, ProcessedImage, has_rows, is_row
+from kvcellar.images.shared import shareable
 from kvcellar.images.sources import file_of
 from kvcellar.wire import decode
 from kvcellar.worker import JobEnded, Worker
@@ -135,7 +137,8 @@ class Images:
         if not self._beside.acquire(timeout=PATIENCE):
             raise Overloaded(f"{BESIDE} images are being decoded, and more are waiting; try again later")
         try:
-            return decode(self._worker.run(file, SECONDS), ProcessedImage)
+            made: ProcessedImage = decode(self._worker.run(file, SECONDS), ProcessedImage)
+            return replace(made, input=shareable(made.input))
         except JobEnded as ended:
             why = f"more than {SECONDS:g} seconds" if ended.late else f"more than {MEMORY >> 30} GiB of memory"
             raise BadRequest(f"decoding the image takes {why}, or ends the process that does it") from None

@@ -166,6 +166,7 @@ def test_a_session_goes_on_behind_an_image(engine: Engine) -> None:
     assert second.usage.cached_tokens > ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has files without a name")
 def test_an_engine_in_another_process_reads_images_in_shared_memory(
     engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch

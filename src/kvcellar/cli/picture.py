@@ -13,11 +13,8 @@ if TYPE_CHECKING:
     from kvcellar.images.image import ProcessedImage
 
 COLUMNS = 40
-UPPER, ESCAPE, PLAIN = (
-    "▀",
-    "\x1b[",
-    "\x1b[0m",
-)  # the upper half in the colour of the text, the lower one in that of the background
+UPPER = "▀"  # has the colour of the text, and below it is that of the background
+ESCAPE, PLAIN = "\x1b[", "\x1b[0m"
 
 
 def draws(environ: Mapping[str, str], *, terminal: bool) -> bool:
@@ -49,5 +46,5 @@ def _numbers(color: bytes) -> str:
 def show(image: "ProcessedImage") -> None:
     """Print an image, where the terminal can show it."""
     if image.thumbnail and draws(os.environ, terminal=sys.stdout.isatty()):
-        for line in lines(image.thumbnail, min(COLUMNS, shutil.get_terminal_size().columns - 2)):
+        for line in lines(image.thumbnail, max(1, min(COLUMNS, shutil.get_terminal_size().columns - 2))):
             click.echo(f"  {line}")

@@ -17,12 +17,12 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from kvcellar.errors import BadRequest
+from kvcellar.images.image import THUMBNAIL_BYTES, THUMBNAIL_SIDE
 
 MOST_BYTES = 32 << 20  # of a file
 MOST_PIXELS = 50_000_000
 MOST_SIDE = 16_384  # pixels
 MOST_ASPECT = 100  # of the longer side to the shorter one
-THUMBNAIL_SIDE, THUMBNAIL_BYTES = 96, 8192  # most pixels of a side, and bytes
 NAMES = "PNG, JPEG, WebP, GIF and BMP"
 _FORMATS = (  # where their first bytes are, and Pillow's names
     (0, b"\x89PNG\r\n\x1a\n", "PNG"),

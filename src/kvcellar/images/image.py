@@ -16,6 +16,7 @@ from msgspec import Struct
 
 FIRST = 1 << 62  # of row ids: token ids are below
 _BITS = FIRST - 1
+THUMBNAIL_SIDE, THUMBNAIL_BYTES = 96, 8192  # most pixels of a side, and bytes
 
 
 class ImageArray(Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.images.fetching import Fetcher
-from kvcellar.images.image import ImageInput, ProcessedImage, has_rows, is_row
+from kvcellar.images.image import THUMBNAIL_BYTES, ImageInput, ProcessedImage, has_rows, is_row
 from kvcellar.images.shared import shareable
 from kvcellar.images.sources import file_of
 from kvcellar.wire import decode
@@ -29,6 +29,7 @@ MEMORY = 2**31  # bytes
 STACK = 2**23  # bytes
 BESIDE = 4  # images that are prepared at the same time
 PATIENCE = 60.0  # seconds that one waits for its turn
+_JPEG = b"\xff\xd8\xff"
 _SOURCE = 128  # bytes that a source is counted as
 
 
@@ -138,6 +139,8 @@ class Images:
             raise Overloaded(f"{BESIDE} images are being decoded, and more are waiting; try again later")
         try:
             made: ProcessedImage = decode(self._worker.run(file, SECONDS), ProcessedImage)
+            if len(made.thumbnail) > THUMBNAIL_BYTES or not made.thumbnail.startswith(_JPEG):
+                made = replace(made, thumbnail=b"")  # a file that has taken over its fork may say anything
             return replace(made, input=shareable(made.input))
         except JobEnded as ended:
             why = f"more than {SECONDS:g} seconds" if ended.late else f"more than {MEMORY >> 30} GiB of memory"

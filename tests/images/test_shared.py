@@ -2,15 +2,22 @@
 
 import gc
 import os
+import socket
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvcellar.engine.messages import Ask, Submission, ToEngine
 from kvcellar.errors import EngineFailed
+from kvcellar.frontend.front_end import FrontEnd, Pools
+from kvcellar.frontend.process_client import ProcessClient
 from kvcellar.images.image import ImageArray, ImageInput
 from kvcellar.images.shared import LEAST, received, shareable, to_send
-from kvcellar.wire import decode, encode
+from kvcellar.sampling_params import SamplingParams
+from kvcellar.wire import Link, decode, encode, packed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has files without a name")
 
@@ -58,6 +65,22 @@ def test_another_process_reads_it() -> None:
     assert os.read(ours, 1) == b"\1"
     os.close(ours)
     os.close(theirs)
+
+
+def test_the_engine_of_another_process_gets_the_arrays_of_a_prompt() -> None:
+    ours, theirs = socket.socketpair()
+    taken = list[Submission]()
+    front = FrontEnd(Link(theirs, ToEngine), Pools())
+    client: Any = SimpleNamespace(number=lambda: 7, submit=lambda submission, _: taken.append(submission))
+    front.client = client
+    asked = Submission(number=1, prompt=b"", params=SamplingParams(), seed=1, images=(shareable(image()),))
+    sent = ProcessClient._to_send(client, asked)
+    front._take(Ask(1, packed(sent)))
+    front.outbox.close(5.0)
+    ours.close()
+    theirs.close()
+    assert sent.images[0].place is not None
+    assert [(one.number, one.images) for one in taken] == [(7, (image(),))]
 
 
 def test_small_images_are_in_messages() -> None:

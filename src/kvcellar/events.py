@@ -137,6 +137,7 @@ class Recall:
     theirs: tuple[int, ...] = ()  # the next tokens of the entry
     salted: int = 0  # at least so many of its first tokens are there for the same API key with another salt or user
     rewrite: Rewrite | None = None  # of a chat: the message in which the prompt is not what the conversation was
+    image: str = ""  # where it diverged: which image of the prompt is not as it was, and how, in words
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ def commands_are_told_where_they_are_wrong(terminal):
         "/help": "set a sampling parameter, like",
         "/image": "send an image with the next message",
         "/image nothing.png": "nothing.png is no file",
+        f"/image {__file__}": "image: embedded takes no images: its network reads text only",
         "/save": "keep the conversation under a name",
         "/list all": "show what was saved",
         "/rewind 1 2": "remove the last N turns",

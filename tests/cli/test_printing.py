@@ -1,6 +1,6 @@
 """What of a prompt came from memory, as a line of characters."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,3 +31,5 @@ def test_the_reason_is_the_last_line() -> None:
         "it waited 2.0 ms for tokens to be read back",
         "no checkpoint: the last one is at 64",
     ]
+    *_, last = recall_lines(100, asdict(replace(recall, image="message 1, image 2: another image")))
+    assert last == "no checkpoint: the last one is at 64; message 1, image 2: another image"

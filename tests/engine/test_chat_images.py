@@ -75,6 +75,15 @@ def test_images_that_are_too_many_bytes_for_a_message_are_refused(
         seeing.images.inputs(ids, "")
 
 
+def test_more_images_than_allowed_are_refused_before_one_is_decoded(
+    seeing: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_images, "MOST_IMAGES", 3)
+    seeing.render([user(CAT, "a", CAT), user(CAT)])
+    with pytest.raises(BadRequest, match=r"the messages have 4 images; 3 are allowed. Leave out the first ones"):
+        seeing.render([user(b"no image", "a", CAT), user(CAT, CAT)])
+
+
 @pytest.mark.parametrize("end", [2, 4, 5, 6])
 def test_what_follows_rows_is_text(seeing: TextCodec, end: int) -> None:
     ids = seeing.render([user(CAT, "what is it")])

@@ -131,6 +131,10 @@ def test_a_closed_engine_keeps_no_prompt() -> None:
 
 def test_what_is_taken_is_counted_once() -> None:
     prompts = PromptMemory(1000)
+    with pytest.raises(BadRequest, match=r"images of the prompt take 990 bytes .* 1000 are for prompts. Send fewer"):
+        prompts.take(10, 1, images=990)
+    with pytest.raises(BadRequest, match="Shorten the prompt, or lower n"):
+        prompts.take(100, 1, images=9)
     size = prompts.take(5, 1)
     prompts.give(size)
     with pytest.raises(AssertionError, match="twice"):

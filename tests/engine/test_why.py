@@ -182,16 +182,35 @@ def test_tokens_that_are_cheaper_to_recompute_are_said_to_be() -> None:
     assert (found.reason, found.detail) == ("cheaper to recompute", read.skipped)
 
 
-def test_another_image_is_said_to_be_one() -> None:
+A, B, C = ([FIRST + 10 * n, FIRST + 10 * n + 1] for n in (1, 2, 3))  # rows of images
+
+
+@pytest.mark.parametrize(
+    ("before", "prompt", "says"),
+    [
+        ([1, 2, *A, 3], [1, 2, *B, 3], "image 1: another image"),
+        ([1, 2, *A, 3], [1, 2, 9, 9], ""),
+        ([1, 2, *A, 3], [1, 2, 9, *B, 9], ""),
+        ([1, 2, *A, 3], [1, 2, 9, *A, 9], "image 1: the same image, after another text"),
+        ([1, 2, 3, 4], [1, 2, *A, 9], "image 1: there was none"),
+        ([*A, 1, *B, 2, *C], [*A, 1, *C, 2, *B], "image 2: another image"),
+        ([*A, 1, *B, 2, *C], [*A, 1, 5, *C, 2], "image 2: the same image, after another text"),
+        ([*A, 1, 2], [*A, 3, 4], ""),
+    ],
+)
+@pytest.mark.parametrize("cut", [False, True])
+def test_an_image_that_is_not_as_it_was_is_named(before: list[int], prompt: list[int], says: str, cut: bool) -> None:
+    """Also where the entries of the tree that have it are several."""
     claims = TokenClaims()
     tree = Tree(claims, anywhere=True)
-    one = [1, 2, FIRST + 10, FIRST + 11, 3]
     root = tree.root("")
-    tree.insert(root, key_of(one), claims.make(one, 0, set()), 0, root, spare=lambda pos: False)
-    for prompt, says in (([1, 2, FIRST + 20, FIRST + 21, 3], True), ([1, 2, 9, 9], False)):
-        found = explained(
-            tree, Losses(lambda: 0.0), "", key_of(prompt), matched=2, restored=2, read=ReadBack((), 0.0), kinds="",
-            elsewhere=Elsewhere(Sightings(), Sightings()),
-        )  # fmt: skip
-        assert found.reason == "diverged"
-        assert found.detail.endswith(": another image") == says
+    for text in [before, *([[*before[: len(before) // 2], 77]] if cut else [])]:
+        tree.insert(root, key_of(text), claims.make(text, 0, set()), 0, root, spare=lambda pos: False)
+    matched = next(n for n, (one, other) in enumerate(zip(before, prompt, strict=False)) if one != other)
+    firsts = [at for at, token in enumerate(prompt) if token in (A[0], B[0], C[0])]
+    found = explained(
+        tree, Losses(lambda: 0.0), "", key_of(prompt), matched=matched, restored=matched, read=ReadBack((), 0.0),
+        kinds="", elsewhere=Elsewhere(Sightings(), Sightings()),
+        images=[(at, f"image {number}") for number, at in enumerate(firsts, start=1)],
+    )  # fmt: skip
+    assert (found.reason, found.image) == ("diverged", says)

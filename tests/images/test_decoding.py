@@ -1,11 +1,14 @@
 """Files of images give the pixels that they show, whole and upright, or are refused by name."""
 
+import io
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from kvcellar.errors import BadRequest
-from kvcellar.images.decoding import MOST_BYTES, opened_image, pixels
+from kvcellar.images import decoding
+from kvcellar.images.decoding import MOST_BYTES, THUMBNAIL_BYTES, opened_image, pixels, thumbnail
 
 from .files import picture, png, written
 
@@ -96,3 +99,17 @@ def test_what_ends_too_early_is_refused(kind, share):
 def test_a_file_of_too_many_bytes_is_refused_unread():
     with pytest.raises(BadRequest, match=rf"{MOST_BYTES + 1} bytes; {MOST_BYTES} are allowed"):
         opened_image(b"\0" * (MOST_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"), [((48, 32), (48, 32)), ((4000, 1000), (96, 24)), ((10, 900), (1, 96)), ((96, 96), (96, 96))]
+)
+def test_a_thumbnail_is_small(size: tuple[int, int], shown: tuple[int, int]) -> None:
+    found = thumbnail(picture(*size))
+    assert 0 < len(found) <= THUMBNAIL_BYTES
+    assert Image.open(io.BytesIO(found)).size == shown
+
+
+def test_a_thumbnail_of_too_many_bytes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "THUMBNAIL_BYTES", 99)
+    assert thumbnail(picture()) == b""

@@ -36,7 +36,9 @@ HOSTILE = {
     "only a magic": (b"\x89PNG\r\n\x1a\n", "PNG"),
     "only a magic of JPEG": (b"\xff\xd8\xff", "JPEG"),
     "only a magic of WebP": (b"RIFF\0\0\0\0WEBP", "WEBP"),
-    "a sound": (b"RIFF\x24\0\0\0WAVEfmt ", "no known format"),
+    "a sound": (b"RIFF\x24\0\0\0WAVEfmt ", "is WAV"),
+    "another sound": (b"ID3\4\0", "is MP3"),
+    "a third sound": (b"OggS\0\2", "is Ogg"),
     "SVG": (SVG, "is SVG"),
     "SVG after XML": (b"<?xml version='1.0'?>" + SVG, "is SVG"),
     "HTML": (b"\n<!DOCTYPE html><script>", "is HTML"),
@@ -111,6 +113,20 @@ def test_it_is_refused_by_name(images, name):
 def test_a_good_one_is_taken_after_all_of_them(images):
     assert images.process(url(GOOD), WHERE) is images.process(GOOD, WHERE)
     assert images.process(GOOD + b"PK\3\4" + b"\0" * 50, WHERE).input == images.process(GOOD, WHERE).input
+
+
+def test_an_image_of_too_many_tokens_is_refused_before_its_pixels_are_read(tmp_path):
+    """Those of this one are not there."""
+    ids = write_tokenizer(tmp_path)
+    write_processor(
+        tmp_path, "qwen3_vl", {"processor_class": "Qwen3VLProcessor"}, {"image_processor_type": "Qwen2VLImageProcessor"}
+    )
+    images = Images(tmp_path, model="m", placeholder=ids["<image>"], most_rows=256)
+    try:
+        with pytest.raises(BadRequest, match=r"4000 x 4000 pixels has \d+ tokens for this model; 256 are allowed"):
+            images.process(png(4000, 4000, b""), WHERE)
+    finally:
+        images.close()
 
 
 def test_a_job_that_takes_too_long_names_the_image_and_the_limit(images, monkeypatch):

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from kvcellar.errors import BadRequest
 from kvcellar.images.image import FIRST, ImageArray, ImageInput, ProcessedImage
 from kvcellar.images.store import Images
+from kvcellar.wire import packed
+from kvcellar.worker import Worker
 
 from .files import picture
 
@@ -24,7 +26,7 @@ class Counted(Images):
     def _prepared(self, file: bytes) -> ProcessedImage:
         self.prepared += 1
         rows, shown = file.strip().split(b",")
-        array = ImageArray("pixel_values", "uint8", (1000,), b"\0" * 1000)
+        array = ImageArray("pixel_values", "uint8", (1000,), memoryview(b"\0" * 1000))
         return ProcessedImage(ImageInput(shown.ljust(32), int(rows), (array,)), "<image>" * int(rows), 1, 1)
 
 
@@ -124,3 +126,15 @@ def test_programs_give_paths_pictures_and_arrays(tmp_path):
         images.process(tmp_path / "none.png", "x")
     with pytest.raises(BadRequest, match="a value of type list is not an image"):
         images.process([1, 2], "x")
+
+
+@pytest.mark.parametrize(
+    ("thumbnail", "kept"), [(b"\xff\xd8\xff" + b"\0" * 9, True), (b"\xff\xd8\xff" * 4096, False), (b"<svg", False)]
+)
+def test_only_small_thumbnails_are_taken_from_the_process(
+    thumbnail: bytes, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ProcessedImage(ImageInput(bytes(32), 1, ()), "<image>", 1, 1, thumbnail=thumbnail)
+    monkeypatch.setattr(Worker, "run", lambda *_: packed(made))
+    images = Images(Path(), model="m", placeholder=0, most_rows=9)
+    assert images.process(b"a file", "x").thumbnail == (thumbnail if kept else b"")

@@ -2,6 +2,7 @@
 of it is not computed again."""
 
 import base64
+import sys
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from PIL import Image
 
 from kvcellar import Engine
+from kvcellar.frontend import capabilities
 from kvcellar.frontend.result import Collector
+from kvcellar.images import shared
 from kvcellar.serve import Server, ServeSettings
 
 from .files import picture
@@ -73,6 +76,27 @@ def test_another_image_has_other_logits_and_shares_only_what_is_before_it(engine
     assert one is not None
     assert two is not None
     assert [dict(at.top) for at in one] != [dict(at.top) for at in two]
+
+
+def test_why_names_the_image_that_is_not_as_it_was(engine: Engine) -> None:
+    engine.clear_cache()
+    said: list[dict[str, Any]] = [{"role": "system", "content": "look"}]
+    engine.chat([*said, *user(picture(seed=1), "and", picture(seed=2), "what?")], **ASKED)
+    other = engine.chat([*said, *user(picture(seed=1), "and", picture(seed=3), "what?")], **ASKED).recall
+    moved = engine.chat([*said, *user("now ", picture(seed=1), "what?")], **ASKED).recall
+    again = engine.chat([*said, *user(picture(seed=1), "and", picture(seed=2), "what?")], **ASKED).recall
+    assert other is not None
+    assert moved is not None
+    assert again is not None
+    assert (other.reason, other.image) == ("diverged", "message 2, image 2: another image")
+    assert (moved.reason, moved.image) == ("diverged", "message 2, image 1: the same image, after another text")
+    assert (again.reason, again.image) == ("all", "")
+    ids = engine.render([*said, *user(picture(seed=4), "what?")])
+    collector = Collector(1)
+    engine.submit(ids[:-1], engine.params(**ASKED), deliver=collector.deliver)
+    found = collector.result().recall
+    assert found is not None
+    assert found.image == "image 1 of the prompt: another image", "it is no prompt of a chat"
 
 
 def test_an_image_in_another_place_keeps_its_features(engine: Engine) -> None:
@@ -154,6 +178,32 @@ def test_forks_of_a_session_go_on_behind_an_image(engine: Engine) -> None:
     assert encoded(engine) == before + 1
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has files without a name")
+def test_an_engine_in_another_process_reads_images_in_shared_memory(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = engine.chat(user("look: ", picture(seed=1), "and", picture(seed=2)), **ASKED)
+    monkeypatch.setattr(shared, "LEAST", 1)
+    with Engine(folder, process=True, **SETTINGS) as other:
+        theirs = other.chat(user("look: ", picture(seed=1), "and", picture(seed=2)), **ASKED)
+        image = other.image(picture(seed=1)).input
+        assert shared.to_send(image).place is not None
+    assert theirs.choices[0].token_ids == ours.choices[0].token_ids
+
+
+def test_that_it_sees_is_known_before_it_is_loaded(engine: Engine, folder: Path) -> None:
+    assert engine.sees
+    found = capabilities.read(folder, None)
+    assert "vision" in found
+    assert found == capabilities.capabilities(engine.replies, sees=True, embeds=False)
+    (folder / "preprocessor_config.json").rename(folder / "not.json")
+    try:
+        assert "vision" not in capabilities.read(folder, None)
+    finally:
+        (folder / "not.json").rename(folder / "preprocessor_config.json")
+
+
 def test_over_http_the_same_image_is_the_same_prompt(engine: Engine) -> None:
     ours = engine.chat(user(picture(seed=1), "what is it?"), **ASKED)
     with Server(engine, ServeSettings(port=0)) as server, httpx.Client(base_url=server.url, timeout=60) as http:
@@ -161,6 +211,18 @@ def test_over_http_the_same_image_is_the_same_prompt(engine: Engine) -> None:
         content = [part, {"type": "text", "text": "what is it?"}]
         body = {"messages": [{"role": "user", "content": content}], **ASKED}
         answer = http.post("/v1/chat/completions", json=body).json()
+        tokenized = http.post("/tokenize", json={"messages": body["messages"]}).json()["count"]
+        source = {"type": "base64", "media_type": "image/png", "data": part["image_url"]["url"].partition(",")[2]}
+        asked = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}, content[1]]}]}
+        anthropic = http.post("/v1/messages/count_tokens", json={"model": engine.model.name, **asked}).json()
+        seen = [
+            {"type": "input_image", "image_url": part["image_url"]["url"]},
+            {"type": "input_text", "text": "what is it?"},
+        ]
+        item = {"input": [{"role": "user", "content": seen}]}
+        responses = http.post("/v1/responses/input_tokens", json=item).json()
+    counted = [tokenized, anthropic["input_tokens"], responses["input_tokens"]]
+    assert counted == 3 * [ours.usage.prompt_tokens]
     assert answer["usage"]["prompt_tokens"] == ours.usage.prompt_tokens
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == ours.usage.prompt_tokens - 1
     assert answer["choices"][0]["message"]["content"] == ours.text

@@ -2,8 +2,6 @@
 without a Chromium. Screenshots are in the temporary directories of the tests, or in $KVCELLAR_SCREENSHOTS."""
 
 import os
-import re
-import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 from kvcellar import Engine
 from kvcellar.inspector.routes import inspector
@@ -21,12 +19,11 @@ from kvcellar.serve import Server, ServeSettings
 from kvcellar.serve.settings import key_digest
 from tests.cluster.replicas import of_replicas
 from tests.engine.mixes import PATIENCE
+from tests.inspector.browsing import NEEDS_CHROMIUM, Pages
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 SYSTEM = {"role": "system", "content": "You are a careful assistant of a library. Answer in Python only. " * 3}
 FIRST = {"role": "user", "content": "Write a function that adds two numbers."}
-OFFLINE = ("--no-sandbox", "--disable-background-networking", "--disable-component-update", "--no-first-run")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 AXE = files("axe_playwright_python").joinpath("axe.min.js")
 
@@ -40,44 +37,6 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(autouse=True)
 def empty(engine: Engine) -> None:
     engine.clear_cache()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OFFLINE)
-        yield browser
-        browser.close()
-
-
-class Pages:
-    """Pages on which the browser may report nothing but what a test allows."""
-
-    def __init__(self, browser: Browser) -> None:
-        self._browser, self._pages = browser, list[Page]()
-        self.said: list[str] = []
-
-    def open(self, url: str, *, allowed: str = "$^", **how: Any) -> Page:
-        page = self._browser.new_page(viewport={"width": 1360, "height": 1000}, **how)
-        self._pages.append(page)
-        page.set_default_timeout(1e3 * PATIENCE)
-        page.on("console", lambda message: re.search(allowed, message.text) or self.said.append(message.text))
-        page.on("pageerror", lambda error: self.said.append(str(error)))
-        page.on("dialog", lambda dialog: (self.said.append(dialog.message), dialog.dismiss()))
-        page.goto(f"{url}/inspector")
-        return page
-
-    def close(self) -> None:
-        while self._pages:
-            self._pages.pop().close()
-
-
-@pytest.fixture
-def pages(browser: Browser) -> Iterator[Pages]:
-    pages = Pages(browser)
-    yield pages
-    pages.close()
-    assert pages.said == []
 
 
 @pytest.fixture
@@ -111,11 +70,6 @@ def two_turns(url: str) -> None:
 
 def newest(page: Page) -> Any:
     return page.locator("tr.past").first
-
-
-@pytest.fixture
-def wait() -> None:
-    expect.set_options(timeout=1e3 * PATIENCE)
 
 
 @pytest.mark.usefixtures("wait")

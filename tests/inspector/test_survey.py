@@ -341,7 +341,7 @@ def test_what_was_selected_before_a_recovery_is_not_removed_from_the_new_tree(en
 def test_what_a_rewritten_message_says_is_shown_to_those_who_may_read_it() -> None:
     for reads in (False, True):
         for rewrite in (None, Rewrite(1, "user", "client", 3)):
-            recall = Recall(99, 80, 64, (), 0.0, "diverged", "the words", entry="7", rewrite=rewrite)
+            recall = Recall(99, 80, 64, (), 0.0, "diverged", "the words", entry="7", rewrite=rewrite, image="the image")
             seen = _recall(recall, reads, None)
             assert seen.detail == ("the words" if reads or rewrite is None else "")
-            assert seen.entry == ("7" if reads else "")
+            assert (seen.entry, seen.image) == (("7", "the image") if reads else ("", ""))

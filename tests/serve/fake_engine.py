@@ -225,6 +225,10 @@ class FakeEngine:
         self._thread.start()
 
     @property
+    def sees(self) -> bool:
+        return self.images.sees
+
+    @property
     def last_stats(self) -> EngineStats:
         """The test sets what it returns."""
         return self.counted

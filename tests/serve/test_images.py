@@ -200,7 +200,25 @@ def test_a_model_that_does_not_see_says_why(http: httpx.Client, route: str, body
         ("/v1/chat/completions", chat({"type": "video_url", "video_url": {"url": "x"}}), "here for video"),
         ("/v1/chat/completions", chat({"type": "file", "file": {}}), "here for files"),
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "here for files"),
-        ("/v1/messages", {"max_tokens": 9, **chat({"type": "document"})}, "the type 'document'"),
+        (
+            "/v1/chat/completions",
+            chat(text("a"), {"type": "input_audio", "input_audio": {"data": "QQ==", "format": "wav"}}),
+            "be of text or an image: there is no encoder here for audio; send its words as text",
+        ),
+        (
+            "/v1/responses",
+            said({"type": "input_audio", "input_audio": {"data": "QQ==", "format": "wav"}}),
+            "there is no encoder here for audio; send its words as text",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 9,
+                **chat({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}),
+            },
+            "the type 'document', which cannot stand here; this server reads text, images of the user and of tools, "
+            "and calls: there is no encoder here for files; send their text, or their pages as images",
+        ),
         ("/api/generate", {"prompt": "a", "raw": True, "images": ["QQ=="]}, "images need a chat template"),
     ],
 )
@@ -210,3 +228,9 @@ def test_what_is_no_image_is_refused_by_name(
     response = seeing[1].post(route, json={"model": MODEL, **body})
     assert response.status_code == 400
     assert field in message_of(response)
+
+
+def test_ollama_shows_which_models_see(seeing: tuple[FakeEngine, httpx.Client], http: httpx.Client) -> None:
+    for client, sees in ((seeing[1], True), (http, False)):
+        found = client.post("/api/show", json={"model": MODEL}).json()["capabilities"]
+        assert ("vision" in found) == sees

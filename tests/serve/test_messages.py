@@ -202,7 +202,8 @@ MESSAGES: list[tuple[dict[str, object], str]] = [
     (talk(USER | {"content": [{"type": "image_url"}]}), "messages[0].content[0].image_url is required"),
     (
         talk(USER | {"content": [{"type": "input_audio", "input_audio": {}}]}),
-        "messages[0].content[0].type must be of text or an image: there is no encoder here for audio",
+        "messages[0].content[0].type must be of text or an image: there is no encoder here for audio; send its "
+        "words as text",
     ),
     (talk(picture("data:;base64,QQ==")), f"{PICTURE}: {BLIND}"),
     (talk(USER | {"audio": {}}), "messages[0].audio must be null"),
@@ -306,7 +307,7 @@ INPUTS: list[tuple[dict[str, object], str]] = [
     (
         {"input": [USER | {"content": [{"type": "input_video"}]}]},
         "input[0].content[0].type must be one of input_text, output_text, text, refusal, input_image: there is no "
-        "encoder here for video",
+        "encoder here for video; send single frames as images",
     ),
     (
         {"input": [USER | {"content": [{"type": "input_image", "file_id": "x"}]}]},
@@ -817,6 +818,10 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "the chat template writes {} images, and the messages have {}": "likewise: tests/text/test_images.py",
     "prompt has rows of images: {}": "likewise: tests/engine/test_chat_images.py",
     "prompt has rows of images that are not known; send the images in messages": "likewise",
+    "the images of the prompt take {} bytes as the model gets them; {} are for prompts. Send fewer, or smaller ones": (
+        "tests/engine/test_texts.py"
+    ),
+    "the messages have {} images; {} are allowed. Leave out the first ones": "tests/engine/test_chat_images.py",
     "the images of a prompt have {} bytes as the model gets them; {} are allowed. Send fewer, or smaller ones": (
         "likewise"
     ),

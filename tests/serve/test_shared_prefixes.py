@@ -122,8 +122,8 @@ def test_what_is_shared_is_shown_to_no_other_key(share) -> None:
         usage, _ = complete(client, [*range(5, 45), 60, 61], key=other, return_recall=True)
         (recall,) = usage.recall
         assert (recall["reason"], recall["matched"]) == ("diverged", 40)
-        hidden = [recall[name] for name in ("entry", "ours", "theirs", "rewrite")]
-        assert hidden == ["", None, None, None] if share else recall["theirs"]["tokens"][:3] == [50, 51, 52]
+        hidden = [recall[name] for name in ("entry", "ours", "theirs", "rewrite", "image")]
+        assert hidden == ["", None, None, None, ""] if share else recall["theirs"]["tokens"][:3] == [50, 51, 52]
 
 
 def test_the_owner_of_a_request_is_its_api_key() -> None:

@@ -1,5 +1,7 @@
 """Templates as models with vision have them, and what their processors make of the text of an image."""
 
+from tests.text.templates import GEMMA3
+
 QWEN_VL = """\
 {%- set image_count = namespace(value=0) %}
 {%- macro render_content(content) -%}
@@ -16,42 +18,6 @@ QWEN_VL = """\
 {{ '<|im_end|>\\n' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-GEMMA_3 = """\
-{{ bos_token }}
-{%- if messages[0]['role'] == 'system' -%}
-    {%- if messages[0]['content'] is string -%}
-        {%- set first_user_prefix = messages[0]['content'] + '\\n\\n' -%}
-    {%- else -%}
-        {%- set first_user_prefix = messages[0]['content'][0]['text'] + '\\n\\n' -%}
-    {%- endif -%}
-    {%- set loop_messages = messages[1:] -%}
-{%- else -%}
-    {%- set first_user_prefix = "" -%}
-    {%- set loop_messages = messages -%}
-{%- endif -%}
-{%- for message in loop_messages -%}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
-        {{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
-    {%- endif -%}
-    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
-    {{ '<start_of_turn>' + role + '\\n' + (first_user_prefix if loop.first else "") }}
-    {%- if message['content'] is string -%}
-        {{ message['content'] | trim }}
-    {%- elif message['content'] is iterable -%}
-        {%- for item in message['content'] -%}
-            {%- if item['type'] == 'image' -%}
-                {{ '<start_of_image>' }}
-            {%- elif item['type'] == 'text' -%}
-                {{ item['text'] | trim }}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- else -%}
-        {{ raise_exception("Invalid content type") }}
-    {%- endif -%}
-    {{ '<end_of_turn>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"""
 
 LLAVA = """\
 {% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}\
@@ -95,7 +61,7 @@ TEXT_ONLY = """\
 # by model: the template, what it writes for an image, the placeholder, and the text of an image of so many rows
 MODELS = {
     "qwen-vl": (QWEN_VL, "<|image_pad|>", "<|image_pad|>", "{rows}"),
-    "gemma-3": (GEMMA_3, "<start_of_image>", "<image_soft_token>", "\n\n<start_of_image>{rows}<end_of_image>\n\n"),
+    "gemma-3": (GEMMA3, "<start_of_image>", "<image_soft_token>", "\n\n<start_of_image>{rows}<end_of_image>\n\n"),
     "llava": (LLAVA, "<image>", "<image>", "{rows}"),
     "idefics-3": (
         IDEFICS_3,

@@ -277,7 +277,10 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
         rows = _rows(owner.get_image_features(**given))
     kept = tuple(
         ImageArray(
-            name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.contiguous().numpy().tobytes()
+            name,
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+            memoryview(value.contiguous().numpy().tobytes()),
         )
         for name, value in arrays.items()
     )

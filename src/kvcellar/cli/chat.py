@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from kvcellar.cli.picture import show
 from kvcellar.cli.printing import cost_line, counted, recall_lines
 from kvcellar.errors import BadRequest, EngineFailed, KvcellarError
 from kvcellar.events import Delta
@@ -79,7 +80,7 @@ class Chat:
     ) -> None:
         """`images` are sent with the first message."""
         self._engine, self._form, self._sampling, self._quiet = engine, form, sampling, quiet
-        self._images = list(images)  # of the next message
+        self._given, self._images = images, list[Path]()  # those of the next message
         self._chat = engine.model.has_chat and not raw and not form.ids
         self._session: Session = engine.session(chat=self._chat)
 
@@ -88,6 +89,8 @@ class Chat:
         from prompt_toolkit import PromptSession
 
         self._introduce()
+        for image in self._given:
+            self._image(image)
         reader: PromptSession[str] = PromptSession(history=history())
         while self._engine.healthy:
             try:
@@ -178,8 +181,11 @@ class Chat:
             raise BadRequest("images are for models with a chat template", "image")
         if not path.is_file():
             raise BadRequest(f"{path} is no file", "image")
+        image = self._engine.image(path)
+        show(image)
         self._images.append(path)
-        click.echo(f"  the next message has {counted(len(self._images), 'image')}")
+        size = f"{image.width} x {image.height} pixels, {counted(image.input.rows, 'token')}"
+        click.echo(f"  {size}; the next message has {counted(len(self._images), 'image')}")
 
     def _named(self, verb: str, name: str = "") -> None:
         """A command on conversations that are kept by name."""

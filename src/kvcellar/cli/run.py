@@ -4,6 +4,7 @@ answer has to match.
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvcellar.cli.options import (
     sampling_options,
     together,
 )
+from kvcellar.cli.picture import draws, show
 from kvcellar.cli.printing import cost_line
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
@@ -144,6 +146,8 @@ def command(
         if images and not engine.model.has_chat:
             raise BadRequest("--image is for models with a chat template, and this one has none", "image")
         if images and isinstance(parsed, str):
+            for image in images if draws(os.environ, terminal=sys.stdout.isatty()) and not as_json else ():
+                show(engine.image(image))
             parsed = [*images, parsed]
         if parsed is not None:
             _complete(engine, parsed, form, sampling, as_json=as_json, raw=raw, quiet=quiet)

@@ -72,6 +72,7 @@ class Submission(Tagged, frozen=True, kw_only=True):
     adapter: str | None = None  # the name of the adapter that it is computed with; "": none; None: the engine's default
     pooling: PoolingMode | None = None  # it ends with its prompt, and gives its hidden states, pooled that way
     images: tuple[ImageInput, ...] = ()  # whose rows are in the prompt, in order: one that is there twice, twice
+    image_places: tuple[tuple[int, int], ...] = ()  # of each, message and number in it, from 0; empty: not known
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
     produced: tuple[Produced, ...] = ()  # in another engine, which died: choices that are not named have no tokens
     prompt_told: bool = False  # `PromptScored` or `Embedded` has been told, and is not told again

@@ -15,20 +15,20 @@ from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.text.tokens import MOST_BYTES, bytes_for
 from kvcellar.worker import own_python
 
-Capability = Literal["completion", "tools", "thinking", "embedding", "vision"]
+Capability = Literal["completion", "vision", "tools", "thinking", "embedding"]
 NOTHING: tuple[Capability, ...] = ("completion",)  # of every model
 CONTEXT = 2**20  # tokens; no conversation is rendered
 READ_SECONDS = 120.0  # until a tokenizer is given up
 log = logging.getLogger("kvcellar.serve")
 
 
-def capabilities(replies: Replies, *, embeds: bool, sees: bool) -> tuple[Capability, ...]:
+def capabilities(replies: Replies, *, sees: bool, embeds: bool) -> tuple[Capability, ...]:
     """By the names that Ollama has for them."""
     known: dict[Capability, bool] = {
+        "vision": sees,
         "tools": replies.refusal is None,
         "thinking": replies.reasons,
         "embedding": embeds,
-        "vision": sees,
     }
     return (*NOTHING, *(name for name, has in known.items() if has))
 
@@ -67,21 +67,23 @@ def read(directory: Path, template: str | None) -> tuple[Capability, ...]:
     if assets is not None and template is not None:
         assets = with_template(assets, template)
     codec = TextCodec(TextCard(assets=assets, why_not=why_not, context=CONTEXT, text_bytes=bytes_for(MOST_BYTES)))
-    return capabilities(
-        Replies(codec), embeds=not isinstance(pooling_of(directory), str), sees=_says_that_it_sees(directory)
-    )
+    sees = codec.has_chat and _sees(directory)
+    return capabilities(Replies(codec), sees=sees, embeds=not isinstance(pooling_of(directory), str))
 
 
-def _says_that_it_sees(directory: Path) -> bool:
-    """By its files. Whether its network does, a test at load says."""
-    from kvcellar.engine.models.weights.config_file import config_fields  # imports torch
+def _sees(directory: Path) -> bool:
+    """Whether the files of a model have all that it needs to take images; its network is tested when it is loaded."""
+    from kvcellar.engine.models.weights.config_file import has_vision
 
-    processors = ("processor_config.json", "preprocessor_config.json")
     try:
-        named = config_fields(directory).get("vision_config") is not None
+        if not has_vision(directory):
+            return False
+        from kvcellar.images.processing import Processor  # which takes seconds
+
+        Processor(directory, "", placeholder=-1, most_rows=0)
     except ModelRefused:
         return False
-    return named and any((directory / name).is_file() for name in processors)
+    return True
 
 
 if __name__ == "__main__":

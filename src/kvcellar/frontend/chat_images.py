@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from kvcellar.errors import BadRequest
 from kvcellar.images.fetching import Fetcher
-from kvcellar.images.image import ImageInput, ProcessedImage
+from kvcellar.images.image import ImageInput, ProcessedImage, has_rows
 from kvcellar.images.sources import file_of
 from kvcellar.images.store import Images
 from kvcellar.text.labels import NO_IMAGES, Labelled
@@ -26,6 +26,7 @@ from kvcellar.text.labels import NO_IMAGES, Labelled
 Message = Mapping[str, Any]
 KINDS = ("image", "image_url")
 SEEN = 2**16
+MOST_IMAGES = 128  # of one request: each takes a process some 50 ms to decode
 MOST_SENT = 128 << 20  # bytes of the images of one prompt: a message to an engine has at most twice as many
 
 
@@ -34,7 +35,7 @@ class ChatImages:
 
     def __init__(self, images: Images | None, *, placeholder: int = -1, why_not: str = "") -> None:
         """`placeholder`: the token for each row of an image. `why_not`: why there are none, as a sentence."""
-        self._images, self.placeholder, self._why_not = images, placeholder, why_not
+        self._images, self.placeholder, self.why_not = images, placeholder, why_not
         self._seen: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # namespaces and digests
         self._lock = threading.Lock()
 
@@ -43,18 +44,30 @@ class ChatImages:
         """Whether the model takes images."""
         return self._images is not None
 
+    def process(self, source: Any, where: str) -> ProcessedImage:
+        """As `Images.process`."""
+        if self._images is None:
+            raise BadRequest(f"{where}: {self.why_not}", where)
+        return self._images.process(source, where)
+
     def taken(self, messages: Sequence[Message], namespace: str) -> tuple[Sequence[Message], Labelled]:
         """The messages with what templates read of images, and the images. Raises `BadRequest` with the place."""
         if not isinstance(messages, list | tuple):
             return messages, NO_IMAGES  # to be refused
-        found = list[ProcessedImage]()
-        taken = [self._taken(message, f"messages[{at}]", found) for at, message in enumerate(messages)]
-        if not found or self._images is None:
+        if (count := sum(map(_count, messages))) > MOST_IMAGES:
+            raise BadRequest(
+                f"the messages have {count} images; {MOST_IMAGES} are allowed. Leave out the first ones", "messages"
+            )
+        found, taken, places = list[ProcessedImage](), list[Message](), list[tuple[int, int]]()
+        for at, message in enumerate(messages):
+            taken.append(self._taken(message, f"messages[{at}]", found))
+            places += [(at, number) for number in range(len(found) - len(places))]
+        if not found:
             return taken, NO_IMAGES
         with self._lock:
             for image in found:
                 self._use(namespace, image.input)
-        return taken, Labelled(found, self.placeholder, found[0].token)
+        return taken, Labelled(found, self.placeholder, found[0].token, places)
 
     def _use(self, namespace: str, image: ImageInput) -> None:
         self._seen[namespace, image.digest] = None
@@ -72,16 +85,13 @@ class ChatImages:
     def _part(self, part: Any, where: str, found: list[ProcessedImage]) -> Any:
         if not _is_image(part):
             return part
-        where = f"{where}.{part['type']}"
-        if self._images is None:
-            raise BadRequest(f"{where}: {self._why_not}", where)
-        found.append(self._images.process(source_of(part), where))
+        found.append(self.process(source_of(part), f"{where}.{part['type']}"))
         return {"type": "image", "image": found[-1].input.digest.hex()}
 
     def inputs(self, prompt: Sequence[int], namespace: str) -> tuple[ImageInput, ...]:
         """The images of a prompt that has some. Raises `BadRequest`."""
         if self._images is None:
-            raise BadRequest(f"prompt has rows of images: {self._why_not}", "prompt")
+            raise BadRequest(f"prompt has rows of images: {self.why_not}", "prompt")
         found = self._images.inputs_of(prompt)
         with self._lock:
             if any(not {(namespace, one.digest), ("", one.digest)} & self._seen.keys() for one in found):
@@ -93,6 +103,10 @@ class ChatImages:
                 "messages",
             )
         return found
+
+    def begun_in(self, ids: Sequence[int]) -> list[tuple[int, ProcessedImage]]:
+        """The images that are kept here of those whose first row is among tokens, and where that is."""
+        return [] if self._images is None or not has_rows(ids) else self._images.begun_in(ids)
 
     def rest(self) -> None:
         """End the process that prepares images. The next image starts another."""
@@ -109,6 +123,12 @@ def as_part(given: Any) -> Any:
     if isinstance(given, Mapping):
         return given
     return {"type": "text", "text": given} if isinstance(given, str) else {"type": "image", "image": given}
+
+
+def _count(message: Any) -> int:
+    """The images of a message."""
+    parts: Any = message.get("content") if isinstance(message, Mapping) else None
+    return sum(_is_image(as_part(part)) for part in parts) if isinstance(parts, list | tuple) else 0
 
 
 def _is_image(part: Any) -> bool:

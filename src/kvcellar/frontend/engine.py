@@ -38,6 +38,7 @@ from kvcellar.frontend.session import Session
 from kvcellar.frontend.shared_replies import open_replies
 from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.frontend.transcript import Transcript, chat_prefix, is_chat
+from kvcellar.images.image import ProcessedImage
 from kvcellar.images.store import Images
 from kvcellar.memory.prefix.node import EVERYONE
 from kvcellar.memory.retention import RetentionOptions
@@ -338,6 +339,20 @@ class Engine:
     def stats(self) -> EngineStats:
         """The current statistics. Waits for the running step."""
         return self._client.ask(ReadStats())
+
+    def image(self, source: Any) -> ProcessedImage:
+        """What the model gets of an image, given as in a message, and a thumbnail. A chat that has it then need not
+        wait for it. Raises `BadRequest`."""
+        return self._codec.images.process(source, "image")
+
+    def images_in(self, ids: Sequence[int]) -> list[tuple[int, ProcessedImage]]:
+        """The images whose first row is among tokens, and where that is; those that the front end still keeps."""
+        return self._codec.images.begun_in(ids)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images in chats."""
+        return self.model.has_chat and self._codec.images.sees
 
     @property
     def last_stats(self) -> EngineStats:

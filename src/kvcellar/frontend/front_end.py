@@ -50,6 +50,7 @@ from kvcellar.engine.messages import (
 from kvcellar.errors import EngineFailed
 from kvcellar.events import Done, Failed
 from kvcellar.frontend.thread_client import ThreadClient
+from kvcellar.images.shared import received
 from kvcellar.wire import Link, Outbox, decode, packed
 
 log = logging.getLogger("kvcellar.engine")
@@ -214,7 +215,8 @@ class FrontEnd:
         with self._lock:
             self._numbers[number] = ours
         try:
-            client.submit(replace(submission, number=ours), partial(self._tell, number))
+            images = tuple(map(received, submission.images))
+            client.submit(replace(submission, number=ours, images=images), partial(self._tell, number))
         except BaseException:
             with self._lock:
                 self._numbers.pop(number, None)

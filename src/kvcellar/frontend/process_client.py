@@ -21,13 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvcellar.engine.load.settings import Settings
-from kvcellar.engine.messages import Control, RemoveAdapter, Start
+from kvcellar.engine.messages import Control, RemoveAdapter, Start, Submission
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed
 from kvcellar.frontend.child_process import STARTING, ChildProcess
 from kvcellar.frontend.fork_server import Starter, starter_for
 from kvcellar.frontend.remote_client import RemoteClient
+from kvcellar.images.shared import to_send
 from kvcellar.progress import Listener, report
 from kvcellar.wire import decode, ticks
 
@@ -105,6 +108,10 @@ class ProcessClient(RemoteClient[ChildProcess]):
     def last_stats(self) -> EngineStats:
         """While an engine is started, those of the one that it replaces."""
         return decode(self._stats if self._process.stats is None else self._process.stats, EngineStats)
+
+    def _to_send(self, submission: Submission) -> Submission:
+        """With the places of images, which are kept by the request as long as the engine may open them."""
+        return replace(submission, images=tuple(map(to_send, submission.images)))
 
     @property
     def pid(self) -> int:

@@ -286,6 +286,10 @@ class RemoteClient(ABC, Generic[E]):
     def _request(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> Request[E]:
         return Request[E](submission, deliver)
 
+    def _to_send(self, submission: Submission) -> Submission:
+        """As engines get it."""
+        return submission
+
     def _sent(self, request: Request[E], engine: E) -> None:
         """An engine gets a request. While `_changed` is held."""
 
@@ -429,6 +433,7 @@ class RemoteClient(ABC, Generic[E]):
         """The reply; of what has parts, that there will be some. Raises the refusal. A `request` is sent to each engine
         once: by this method to the one that it begins at, and by `_go_on` to those that replace it before it has
         replied."""
+        what = self._to_send(what) if isinstance(what, Submission) else what
         message = _ask(next(self._asks) if number is None else number, what)
         try:
             call = self._called(message, request, engine)
@@ -681,7 +686,7 @@ class RemoteClient(ABC, Generic[E]):
             if request.alone:
                 self._unproven = number, engine, time.monotonic()
             self._sent(request, engine)
-            engine.send(Ask(ask, packed(request.rest())))
+            engine.send(Ask(ask, packed(self._to_send(request.rest()))))
             if request.cancelled:
                 engine.send(Cancel(number))
             if request.failed is not None:

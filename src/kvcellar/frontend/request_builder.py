@@ -143,6 +143,7 @@ class RequestBuilder:
             checkpoint_positions=positions,
             adapter=how.get("adapter"),
             pooling=how.get("pooling"),
+            image_places=chat.images if chat is not None else (),
             rewrite=chat.rewrite if chat is not None else None,
         )
         return made, chat

@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from kvcellar.errors import BadRequest
+from kvcellar.images.image import THUMBNAIL_BYTES, THUMBNAIL_SIDE
 
 MOST_BYTES = 32 << 20  # of a file
 MOST_PIXELS = 50_000_000
@@ -46,6 +47,11 @@ _REFUSED = (  # what is recognised to be refused by name
     (4, b"ftypmif1", "HEIC"),
     (4, b"ftyp", "MP4"),
     (0, b"\x1aE\xdf\xa3", "WebM"),
+    (8, b"WAVE", "WAV"),
+    (0, b"ID3", "MP3"),
+    (0, b"\xff\xfb", "MP3"),
+    (0, b"OggS", "Ogg"),
+    (0, b"fLaC", "FLAC"),
     (0, b"%!PS", "PostScript"),
     (0, b"PK\3\4", "ZIP"),
     (0, b"\x1f\x8b", "gzip"),
@@ -70,7 +76,7 @@ def opened_image(data: bytes) -> Image.Image:
     """An image whose header has been read, and its size checked; its first frame is read by `pixels`. Raises
     `BadRequest` if it is of another format, too large, or damaged."""
     if len(data) > MOST_BYTES:
-        raise BadRequest(f"the image has {len(data)} bytes; {MOST_BYTES} are allowed")
+        raise BadRequest(f"the image has {len(data)} bytes; {MOST_BYTES} are allowed. Send a smaller one")
     name = _format_of(data)
     try:
         with warnings.catch_warnings():
@@ -96,6 +102,17 @@ def pixels(image: Image.Image) -> Image.Image:
         raise _damaged(name, error) from None
 
 
+def thumbnail(image: Image.Image) -> bytes:
+    """A small JPEG of what `pixels` has returned, which is made small itself. b"": it would have too many bytes."""
+    image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE), reducing_gap=2.0)
+    for quality in (80, 40):
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=quality)
+        if file.tell() <= THUMBNAIL_BYTES:
+            return file.getvalue()
+    return b""
+
+
 def _format_of(data: bytes) -> str:
     """Pillow's name of the format that the file begins as."""
     for at, magic, name in _FORMATS:
@@ -114,15 +131,17 @@ def _format_of(data: bytes) -> str:
 
 
 def _check_size(width: int, height: int) -> None:
-    size = f"the image has {width} x {height} pixels"
+    size, advice = f"the image has {width} x {height} pixels", "Send a smaller one"
     if min(width, height) < 1:
         raise BadRequest(f"{size}; there must be at least one")
     if max(width, height) > MOST_SIDE:
-        raise BadRequest(f"{size}; a side may have {MOST_SIDE}")
+        raise BadRequest(f"{size}; a side may have {MOST_SIDE}. {advice}")
     if width * height > MOST_PIXELS:
-        raise BadRequest(f"{size}, {width * height} in all; {MOST_PIXELS} are allowed")
+        raise BadRequest(f"{size}, {width * height} in all; {MOST_PIXELS} are allowed. {advice}")
     if max(width, height) > MOST_ASPECT * min(width, height):
-        raise BadRequest(f"{size}; the longer side may be {MOST_ASPECT} times as long as the shorter one")
+        raise BadRequest(
+            f"{size}; the longer side may be {MOST_ASPECT} times as long as the shorter one. Cut it into parts"
+        )
 
 
 def _damaged(name: str, error: Exception) -> BadRequest:

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 FIRST = 1 << 62  # of row ids: token ids are below
 _BITS = FIRST - 1
+THUMBNAIL_SIDE, THUMBNAIL_BYTES = 96, 8192  # most pixels of a side, and bytes
 
 
 class ImageArray(Struct, frozen=True, array_like=True):
@@ -24,7 +25,7 @@ class ImageArray(Struct, frozen=True, array_like=True):
     name: str
     dtype: str  # a name of NumPy: float32, int64, bool
     shape: tuple[int, ...]
-    data: bytes  # in order of C
+    data: memoryview  # bytes in order of C; none where the image has a `place`
 
     def array(self) -> Any:
         """As an array of NumPy, which is not copied."""
@@ -33,12 +34,22 @@ class ImageArray(Struct, frozen=True, array_like=True):
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
+class FilePlace(Struct, frozen=True, array_like=True):
+    """Where the data of arrays is: in a file that is open in another process. `sizes` are bytes of each."""
+
+    process: int  # its number
+    file: int  # that of the file in it
+    inode: int  # of the file: another one may have the same number since
+    sizes: tuple[int, ...]
+
+
 class ImageInput(Struct, frozen=True, array_like=True):
     """An image for an engine. `digest` tells it from all whose pixels, or what was made of them, differ."""
 
     digest: bytes  # 32
     rows: int  # placeholders: rows of its features
     arrays: tuple[ImageArray, ...]
+    place: FilePlace | None = None  # in a message: see `shared`
 
     @property
     def bytes(self) -> int:
@@ -58,6 +69,7 @@ class ProcessedImage(Struct, frozen=True, array_like=True):
     width: int  # pixels, as it was decoded
     height: int
     token: str = ""  # what chat templates write for an image, in whose place `text` is
+    thumbnail: bytes = b""  # a JPEG to show it to people (`decoding.thumbnail`)
 
 
 def is_row(token: int) -> bool:

@@ -9,10 +9,11 @@ import os
 from collections.abc import Callable
 
 from msgspec import Raw
+from msgspec.structs import replace
 from PIL import Image
 
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.images.decoding import opened_image, pixels
+from kvcellar.images.decoding import opened_image, pixels, thumbnail
 from kvcellar.images.image import ProcessedImage
 from kvcellar.images.store import MEMORY, STACK, Setup
 from kvcellar.wire import decode
@@ -37,7 +38,8 @@ def opened(setup: Setup) -> Callable[[Raw], ProcessedImage]:
     def prepared(what: Raw) -> ProcessedImage:
         image = opened_image(decode(what, bytes))
         processor.check_rows(*image.size)
-        return processor.process(pixels(image))
+        seen = pixels(image)
+        return replace(processor.process(seen), thumbnail=thumbnail(seen))
 
     return prepared
 

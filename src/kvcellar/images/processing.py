@@ -208,4 +208,4 @@ def _array(name: str, value: Any) -> ImageArray | None:
     if found.dtype.kind == "f":
         found = found.astype(np.float32, copy=False)
     shape = np.shape(value)  # `ascontiguousarray` makes one axis of none
-    return ImageArray(name, found.dtype.name, tuple(map(int, shape)), found.tobytes())
+    return ImageArray(name, found.dtype.name, tuple(map(int, shape)), memoryview(found.tobytes()))

@@ -29,14 +29,14 @@ def file_of(source: Any, fetcher: Fetcher) -> bytes:
         case _:
             file = _of_pixels(source)
     if len(file) > MOST_FILE:
-        raise BadRequest(f"the image has {len(file)} bytes; {MOST_FILE} are allowed")
+        raise BadRequest(f"the image has {len(file)} bytes; {MOST_FILE} are allowed. Send a smaller one")
     return file
 
 
 def of_base64(text: str) -> bytes:
     """What APIs send that name the type elsewhere. Raises `BadRequest`."""
     if len(text) > 4 * MOST_FILE // 3 + 4:
-        raise BadRequest(f"the image has about {3 * len(text) // 4} bytes; {MOST_FILE} are allowed")
+        raise BadRequest(f"the image has about {3 * len(text) // 4} bytes; {MOST_FILE} are allowed. Send a smaller one")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.images.fetching import Fetcher
-from kvcellar.images.image import ImageInput, ProcessedImage, has_rows, is_row
+from kvcellar.images.image import THUMBNAIL_BYTES, ImageInput, ProcessedImage, has_rows, is_row
+from kvcellar.images.shared import shareable
 from kvcellar.images.sources import file_of
 from kvcellar.wire import decode
 from kvcellar.worker import JobEnded, Worker
@@ -27,6 +29,7 @@ MEMORY = 2**31  # bytes
 STACK = 2**23  # bytes
 BESIDE = 4  # images that are prepared at the same time
 PATIENCE = 60.0  # seconds that one waits for its turn
+_JPEG = b"\xff\xd8\xff"
 _SOURCE = 128  # bytes that a source is counted as
 
 
@@ -46,7 +49,8 @@ class _Kept:
 
     @property
     def bytes(self) -> int:
-        return self.image.input.bytes + len(self.image.text) + _SOURCE * len(self.sources)
+        image = self.image
+        return image.input.bytes + len(image.text) + len(image.thumbnail) + _SOURCE * len(self.sources)
 
 
 class Images:
@@ -107,6 +111,12 @@ class Images:
             raise BadRequest(f"the prompt ends {len(left)} rows before the end of an image", "prompt")
         return tuple(found)
 
+    def begun_in(self, ids: Sequence[int]) -> list[tuple[int, ProcessedImage]]:
+        """The images that are kept of those whose first row is among tokens, and where that is."""
+        rows = [(at, token) for at, token in enumerate(ids) if is_row(token)]
+        with self._lock:
+            return [(at, self._kept[self._firsts[row]].image) for at, row in rows if row in self._firsts]
+
     @property
     def kept_bytes(self) -> int:
         return self._bytes
@@ -128,7 +138,10 @@ class Images:
         if not self._beside.acquire(timeout=PATIENCE):
             raise Overloaded(f"{BESIDE} images are being decoded, and more are waiting; try again later")
         try:
-            return decode(self._worker.run(file, SECONDS), ProcessedImage)
+            made: ProcessedImage = decode(self._worker.run(file, SECONDS), ProcessedImage)
+            if len(made.thumbnail) > THUMBNAIL_BYTES or not made.thumbnail.startswith(_JPEG):
+                made = replace(made, thumbnail=b"")  # a file that has taken over its fork may say anything
+            return replace(made, input=shareable(made.input))
         except JobEnded as ended:
             why = f"more than {SECONDS:g} seconds" if ended.late else f"more than {MEMORY >> 30} GiB of memory"
             raise BadRequest(f"decoding the image takes {why}, or ends the process that does it") from None
@@ -157,7 +170,9 @@ class Images:
     def _keep(self, key: bytes, image: ProcessedImage) -> None:
         digest = image.input.digest
         if (size := _Kept(image, [key]).bytes) > self._most:
-            raise BadRequest(f"the processor makes {size} bytes of the image; {self._most} are kept of all")
+            raise BadRequest(
+                f"the processor makes {size} bytes of the image; {self._most} are kept of all. Send a smaller one"
+            )
         with self._lock:
             kept = self._kept.setdefault(digest, _Kept(image))
             self._bytes += kept.bytes if not kept.sources else 0

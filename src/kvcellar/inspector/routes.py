@@ -43,6 +43,7 @@ from kvcellar.inspector.snapshot import (
     Snapshot,
     Text,
     Viewer,
+    entry_images,
     request_way,
     snapshot,
 )
@@ -80,6 +81,7 @@ EVERY = 1.0  # seconds between two pictures
 PING = 15.0  # seconds after which a stream without data sends a comment
 STREAMS, STREAMS_OF_KEY = 32, 8
 TOKENS = 1024  # of the text of an entry
+LOOKED_AT = 32 * TOKENS  # of which images are shown
 MODELS = 64  # of which pictures and texts are remembered
 OFF = "the inspector of this server is off; start it with --inspector"
 MODEL = Parameter(about="The name of a loaded model. Default: the first one.", schema={"type": "string"})
@@ -283,14 +285,15 @@ class DataHandler:
         viewer, name = self._viewer(request), request.query_params.get("name", "")
 
         def look(engine: Engine, replica: str) -> EntryText:
-            entry, tokens = engine.cache.entry(name, TOKENS, replica)
+            entry, tokens = engine.cache.entry(name, LOOKED_AT, replica)
             if not viewer.sees(entry.owner):
                 raise BadRequest("there is no such entry in memory; it may have been evicted", "name")
             reads, has_text = viewer.reads(entry.owner), engine.model.has_text
-            shown = tokens if reads else ()
+            shown = tokens[:TOKENS] if reads else ()
             text = engine.decode(shown, special=True) if reads and has_text else None
             ids = None if has_text else list(shown)
-            return EntryText.of(entry, reads=reads, text=text, tokens=ids, shown=len(shown))
+            images = entry_images(entry.start, engine.images_in(tokens)) if reads else []
+            return EntryText.of(entry, reads=reads, text=text, tokens=ids, shown=len(shown), images=images)
 
         return await self._answer(request, look)
 

@@ -8,6 +8,7 @@ Always true:
 """
 
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from kvcellar.engine.control_replies import (
 )
 from kvcellar.engine.stats import EngineStats, GroupStats, RecordingStats, ReplicaStats, SpeculationStats
 from kvcellar.events import Recall, Speculation
+from kvcellar.images.image import ProcessedImage
 from kvcellar.serve.answers import Answer
 
 Text = Callable[[tuple[int, ...]], str]
@@ -35,6 +37,7 @@ Decode = Callable[[Sequence[int]], str]
 
 VERSION = 2  # of the object; a field that is added does not change it
 GROUPS = 16  # that are shown
+IMAGES = 32  # of an entry
 BEGINNINGS = 4096  # texts of beginnings that are remembered
 
 
@@ -85,6 +88,7 @@ class SeenRecall(Answer):
     sources: dict[str, int]
     detail: str
     entry: str
+    image: str
     ours: str | None
     theirs: str | None
 
@@ -202,6 +206,13 @@ class Snapshot(Answer):
     replicas: Sequence[ReplicaStats]  # of the model; to one API key of several, only those that are connected, by name
 
 
+class EntryImage(Answer):
+    at: int  # the position of its first token
+    width: int  # pixels, of the whole image
+    height: int
+    thumbnail: str  # a data: URL
+
+
 class EntryText(Answer):
     name: str
     start: int
@@ -210,6 +221,7 @@ class EntryText(Answer):
     text: str | None
     tokens: list[int] | None  # of a model without a tokenizer
     shown: int  # tokens
+    images: list[EntryImage]  # of its text, those that the server still keeps
 
 
 class WayEntry(Answer):
@@ -388,8 +400,15 @@ def _ended(one: EndedRequest, viewer: Viewer, text: Text | None) -> SeenEndedReq
 def _recall(recall: Recall, reads: bool, text: Text | None) -> SeenRecall:
     text = text if reads else None
     ours, theirs = (text(side) if text is not None and side else None for side in (recall.ours, recall.theirs))
-    detail, entry = recall.detail if reads or recall.rewrite is None else "", recall.entry if reads else ""
-    return SeenRecall.of(recall, sources=dict(recall.sources), detail=detail, entry=entry, ours=ours, theirs=theirs)
+    return SeenRecall.of(
+        recall,
+        sources=dict(recall.sources),
+        detail=recall.detail if reads or recall.rewrite is None else "",
+        entry=recall.entry if reads else "",
+        image=recall.image if reads else "",
+        ours=ours,
+        theirs=theirs,
+    )
 
 
 def _group(group: GroupStats, cells: CellMap) -> SeenGroup:
@@ -415,6 +434,15 @@ def _steps(steps: Sequence[StepRecord]) -> SeenSteps:
     columns: dict[str, Any] = {name: [getattr(one, name) for one in steps] for name in names}
     where = [reasons.index(one.modules) if one.modules is not None else None for one in steps]
     return SeenSteps(**columns, modules=where, reasons=reasons)
+
+
+def entry_images(start: int, images: Sequence[tuple[int, ProcessedImage]]) -> list[EntryImage]:
+    """Of an entry that begins at `start`, with the places of its images in it: the first ones."""
+    return [
+        EntryImage(start + at, one.width, one.height, f"data:image/jpeg;base64,{b64encode(one.thumbnail).decode()}")
+        for at, one in images
+        if one.thumbnail
+    ][:IMAGES]
 
 
 def request_way(number: int, way: Way, viewer: Viewer, text: Text | None) -> RequestWay:

@@ -231,9 +231,17 @@ class Prefixes:
             return DEFAULT
         return replace(options.at(self._clock()), pinned=False)
 
-    def explain(self, prefix: Prefix, *, read: ReadBack, owner: str, most: int | None = None) -> Recall:
+    def explain(
+        self,
+        prefix: Prefix,
+        *,
+        read: ReadBack,
+        owner: str,
+        most: int | None = None,
+        images: Sequence[tuple[int, str]] = (),
+    ) -> Recall:
         """Why no more of the prompt of a sequence was restored. `read` is what was read back for it, `most` how many
-        tokens it could use."""
+        tokens it could use, `images` as for `explained`."""
         namespace = prefix.root.namespace
         recall = explained(
             self.tree,
@@ -245,11 +253,12 @@ class Prefixes:
             read=read,
             kinds=self._kinds,
             elsewhere=self._elsewhere._replace(owner=owner),
+            images=images,
         )
         self._elsewhere.owners.note(owner, namespace, prefix.key)
         if most is not None and most < recall.asked:
             detail = f"from token {most} on, the prompt is computed because what it gives is read"
-            recall = replace(recall, reason="prompt read", detail=detail, entry="", ours=(), theirs=())
+            recall = replace(recall, reason="prompt read", detail=detail, entry="", ours=(), theirs=(), image="")
         self.totals.count(recall)
         return recall
 

@@ -26,11 +26,12 @@ def label(image: ImageInput) -> str:
 @dataclass(frozen=True, slots=True)
 class Labelled:
     """The images that a text has labels of. `placeholder` is the token for each row of them, `token` what templates
-    write for one."""
+    write for one, `places` message and number in it of each."""
 
     images: Sequence[ProcessedImage] = ()
     placeholder: int = -1
     token: str = ""
+    places: Sequence[tuple[int, int]] = ()
 
     def among(self, text: str) -> list[ProcessedImage]:
         """The images of a text, in order."""

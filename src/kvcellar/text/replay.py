@@ -104,11 +104,13 @@ class Fit(NamedTuple):
 
 class Known(NamedTuple):
     """What is known of the prompt of a chat. `key` is that of its tokens, `borders` are positions among them where
-    messages begin, and `rewrite` is what it has in another form than the conversation so far."""
+    messages begin, `rewrite` is what it has in another form than the conversation so far, and `images` are the places
+    of its images: message and number in it."""
 
     key: bytes
     borders: tuple[int, ...]
     rewrite: Rewrite | None
+    images: tuple[tuple[int, int], ...]
 
 
 class Earlier(NamedTuple):
@@ -201,7 +203,7 @@ class Replays:
         key = prompt_key(namespace, prompt)
         with self._taken_in():
             turn = self._turns.of_prompt(key)
-            return Known(key, turn.borders, turn.rewrite) if turn is not None else None
+            return Known(key, turn.borders, turn.rewrite, turn.images) if turn is not None else None
 
     def replied(self, key: bytes, owner: str | None, reply: Sequence[int]) -> None:
         """Know a reply to the prompt of this key, from the next call of another method on; share it for its `owner`,
@@ -398,6 +400,7 @@ class Replays:
                 said=now.said,
                 history=now.key,
                 borders=borders,
+                images=tuple(rendered.images.places),
             )
             turn.rewrite = found
 

@@ -79,7 +79,8 @@ class PromptTurn:
     borders: tuple[int, ...] = ()
     replies: tuple["array[int]", ...] = ()  # the newest last
     continued: int = 0  # turns whose parent it is
-    rewrite: Rewrite | None = None  # found when the prompt was last rendered
+    images: tuple[tuple[int, int], ...] = ()  # of each, message and number in it, when the prompt was last rendered
+    rewrite: Rewrite | None = None  # found then
 
     def all_ids(self) -> list[int]:
         parts: list[array[int]] = []
@@ -93,7 +94,13 @@ class PromptTurn:
     def size(self) -> int:
         replies = sum(REPLY_BYTES + 4 * len(reply) for reply in self.replies)
         ids = self.ids.itemsize * len(self.ids)
-        return TURN_BYTES + ids + 8 * (len(self.marks) + len(self.borders)) + 48 * len(self.said) + replies
+        return (
+            TURN_BYTES
+            + ids
+            + 8 * (len(self.marks) + len(self.borders) + 2 * len(self.images))
+            + 48 * len(self.said)
+            + replies
+        )
 
 
 class Walk(NamedTuple):
@@ -155,6 +162,7 @@ class Turns:
         said: tuple[bytes, ...],
         history: bytes,
         borders: tuple[int, ...] = (),
+        images: tuple[tuple[int, int], ...] = (),
     ) -> PromptTurn:
         """Know a prompt of the tokens `ids`, of which the first are those of `parent`; returns its turn. Its text may
         have a turn already, which stays if another one continues it, or if it is the same."""
@@ -162,12 +170,14 @@ class Turns:
         before, key = node.turn, prompt_key(namespace, ids)
         if before is not None:
             if before.prompt == key or before.continued:
+                before.images = images  # as many as it had
                 self._use(before)
                 return before
             node.turn = None
             self._forget(before)
         new = packed(ids[parent.count if parent is not None else 0 :])
-        node.turn = turn = PromptTurn(node, parent, new, len(text), len(ids), marks, said, key, history, borders)
+        turn = PromptTurn(node, parent, new, len(text), len(ids), marks, said, key, history, borders, images=images)
+        node.turn = turn
         if parent is not None:
             parent.continued += 1
         self.bytes += turn.size

@@ -190,6 +190,13 @@ class PromptMemory:
         images; returns them, for `give`. Raises `Overloaded`, or `BadRequest` if a prompt alone takes more than
         `most`."""
         size = tokens * (TOKEN_BYTES + COPY_BYTES * completions + SCORE_BYTES * scores) + images
+        if 2 * images > size > self.most:
+            raise BadRequest(
+                f"the images of the prompt take {images} bytes as the model gets them; {self.most} are for prompts. "
+                f"Send fewer, or smaller ones",
+                "messages",
+                hint="The limit is half of text_bytes.",
+            )
         if size > self.most:
             raise BadRequest(
                 f"a prompt of {tokens} tokens with n {completions} takes {size} bytes; {self.most} are for prompts. "

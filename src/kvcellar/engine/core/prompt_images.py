@@ -45,6 +45,13 @@ class PromptImages:
         """How many of the tokens before `pos` are of text."""
         return pos - bisect_left(self._places, pos)
 
+    def named(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
+        """Where the first row of each is, and a name: by its `places` in messages, if these are known."""
+        names = [f"message {message + 1}, image {number + 1}" for message, number in places]
+        if len(names) != len(self.spans):
+            names = [f"image {number + 1} of the prompt" for number in range(len(self.spans))]
+        return [(span.start, name) for span, name in zip(self.spans, names, strict=True)]
+
     def after(self, pos: int) -> range:
         """The images of which tokens at `pos` or behind it are."""
         return range(bisect_right(self._ends, pos), len(self.spans))

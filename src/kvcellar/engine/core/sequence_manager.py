@@ -202,7 +202,8 @@ class SequenceManager:
             )
             request.cached = of_prompt.restored
             most = completion.reusable if request.prompt_reading is not None else None
-            recall = self.prefixes.explain(of_prompt, read=read, owner=request.retention.owner, most=most)
+            names = request.images.named(request.submission.image_places) if request.images is not None else ()
+            recall = self.prefixes.explain(of_prompt, read=read, owner=request.retention.owner, most=most, images=names)
             if (rewrite := request.submission.rewrite) is not None:
                 recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
             request.recall = recall

@@ -128,7 +128,7 @@ function Story({ one, steps }) {
     <dl>
       <dt>matched</dt><dd>${counted(recall.matched, "token")} that were found</dd>
       <dt>restored</dt><dd>${counted(recall.restored, "token")} that were used${recall.seconds > 0 && html`, after ${time(recall.seconds)} of reading back`}</dd>
-      <dt>why not more</dt><dd><span class=${`reason r-${recall.reason.replace(/ /g, "-")}`}>${recall.reason}</span> ${recall.detail || REASONS[recall.reason]}</dd>
+      <dt>why not more</dt><dd><span class=${`reason r-${recall.reason.replace(/ /g, "-")}`}>${recall.reason}</span> ${recall.detail || REASONS[recall.reason]}${recall.image && `; ${recall.image}`}</dd>
       ${recall.ours && html`<dt>this prompt goes on</dt><dd><q>${line(recall.ours, 80)}</q></dd>`}
       ${recall.theirs && html`<dt>memory goes on</dt><dd><q>${line(recall.theirs, 80)}</q></dd>`}
       <dt>waited</dt><dd>${time(one.queued)} for its turn</dd>

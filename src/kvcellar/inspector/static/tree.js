@@ -136,6 +136,12 @@ export function EntryDetail({ entry, text, close, groups }) {
     ${text?.error && html`<p class="empty">${text.error}</p>`}
     ${text && !text.error && !text.reads && html`<p class="empty">Only the key whose requests have computed it sees its text.</p>`}
     ${text?.reads && html`<pre tabindex="0" aria-label="text of the entry">${text.text ?? text.tokens.join(" ")}</pre>`}
+    ${text?.reads && text.images.length > 0 && html`<ul class="images" aria-label="images of the entry">
+      ${text.images.map((one, at) => html`<li><figure>
+        <img src=${one.thumbnail} alt=${`image ${at + 1} of the entry`} />
+        <figcaption>${count(one.width)} × ${count(one.height)}, at ${count(one.at)}</figcaption>
+      </figure></li>`)}
+    </ul>`}
     ${text?.reads && text.shown < tokens && html`<p class="more">${count(tokens - text.shown)} more tokens are not shown.</p>`}
   </aside>`;
 }

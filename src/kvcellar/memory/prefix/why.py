@@ -8,8 +8,8 @@ Always true:
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -176,17 +176,18 @@ def explained(
     read: ReadBack,
     kinds: str,
     elsewhere: Elsewhere,
+    images: Sequence[tuple[int, str]] = (),
 ) -> Recall:
     """The record of a prompt whose first `matched` tokens were there, and of which `restored` are used. `kinds` names
-    the layers that can be resumed only at checkpoints."""
+    the layers that can be resumed only at checkpoints. `images`: of those of the prompt, where the first row is, and a
+    name, in order."""
     most = len(key) // TOKEN - 1
     found = min(matched, most)
     salted = elsewhere.owners.elsewhere(elsewhere.owner, namespace, key, beyond=found)
 
-    def record(reason: str, detail: str, entry: str = "", theirs: tuple[int, ...] = ()) -> Recall:
-        ours = tuple(ids_of(key[matched * TOKEN : (matched + SHOWN) * TOKEN])) if theirs else ()
-        sources = _sources(restored, read)
-        return Recall(most, found, restored, sources, read.seconds, reason, detail, entry, ours, theirs, salted)
+    def record(reason: str, detail: str, other: tuple[Node, int] | None = None) -> Recall:
+        recall = Recall(most, found, restored, _sources(restored, read), read.seconds, reason, detail, salted=salted)
+        return recall if other is None else _with_sides(recall, key, *other, images)
 
     if restored == most:
         return record("all", "the last token is always computed")
@@ -196,7 +197,7 @@ def explained(
         return record("tier unavailable", read.unavailable)
     if restored < found:
         detail = f"{kinds} layers can resume at token {restored}, not at {found}"
-        return record("no checkpoint", detail, *(_diverging(tree, namespace, key) or ("", ())))
+        return record("no checkpoint", detail, _diverging(tree, namespace, key))
     tokens, loss = losses.of(namespace, key[:-TOKEN], found) or (0, None)
     if loss is not None and tokens >= _enough(most - found):
         return record(loss.kind, f"at least {tokens} tokens, {losses.ago(loss):.0f} s ago: {loss.cause}")
@@ -207,8 +208,7 @@ def explained(
         detail = f"at least {tokens} tokens were computed with another adapter, or without one, and cannot be used"
         return record("other adapter", detail)
     if (other := _diverging(tree, namespace, key)) is not None:
-        what = ": another image" if all(map(is_row, (*ids_of(key)[matched : matched + 1], *other[1][:1]))) else ""
-        return record("diverged", f"at token {matched} from what was computed before{what}", *other)
+        return record("diverged", f"at token {matched} from what was computed before", other)
     return record("new", "nothing that was computed before goes on from here")
 
 
@@ -229,15 +229,46 @@ def _sources(restored: int, read: ReadBack) -> tuple[tuple[str, int], ...]:
     return (*((("device", left),) if left else ()), *reversed(found))
 
 
-def _diverging(tree: Tree, namespace: str, key: bytes) -> tuple[str, tuple[int, ...]] | None:
-    """The name of the entry that goes on in another way than a key where the tree ends for it, and its next tokens."""
+def _diverging(tree: Tree, namespace: str, key: bytes) -> tuple[Node, int] | None:
+    """The entry that goes on in another way than a key where the tree ends for it, and how many of its tokens are
+    before that."""
     node, offset = tree.reached(namespace, key)
     if offset * TOKEN < len(node.edge):
-        return name_of(node), tuple(ids_of(node.edge[offset * TOKEN : (offset + SHOWN) * TOKEN]))
-    if not node.children:
-        return None
-    child = max(islice(node.children.values(), LOOKED_AT), key=lambda child: child.value)
-    return name_of(child), tuple(ids_of(child.edge[: SHOWN * TOKEN]))
+        return node, offset
+    child = _most_valued(node)
+    return None if child is None else (child, 0)
+
+
+def _most_valued(node: Node) -> Node | None:
+    return max(islice(node.children.values(), LOOKED_AT), key=lambda child: child.value, default=None)
+
+
+def _shown(tokens: bytes, at: int) -> tuple[int, ...]:
+    return tuple(ids_of(tokens[at * TOKEN : (at + SHOWN) * TOKEN]))
+
+
+def _with_sides(recall: Recall, key: bytes, node: Node, offset: int, images: Sequence[tuple[int, str]]) -> Recall:
+    """With what a key and an entry have where they diverge."""
+    ours, theirs = _shown(key, recall.matched), _shown(node.edge, offset)
+    image = _image(node, offset, key, recall.matched, images)
+    return replace(recall, entry=name_of(node), ours=ours, theirs=theirs, image=image)
+
+
+def _image(node: Node, offset: int, key: bytes, matched: int, images: Sequence[tuple[int, str]]) -> str:
+    """The first image of a prompt from where an entry goes on in another way, and what memory has there; "" if there
+    is none, or memory has not had it. Of what is behind the entry, only the most valued nodes are looked at."""
+    at, name = next(((at, name) for at, name in images if at >= matched), (0, ""))
+    if not name:
+        return ""
+    if at == matched:
+        return f"{name}: {'another image' if is_row(_shown(node.edge, offset)[0]) else 'there was none'}"
+    row, start, looked = key[at * TOKEN : (at + 1) * TOKEN], offset * TOKEN, 0
+    below: Node | None = node
+    while below is not None and looked < LOOKED_AT:
+        if row in below.edge[start:]:
+            return f"{name}: the same image, after another text"
+        below, start, looked = _most_valued(below), 0, looked + 1
+    return ""
 
 
 def name_of(node: Node) -> str:

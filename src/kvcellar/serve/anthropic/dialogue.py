@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvcellar.serve.anthropic.fields import AnthropicTool, Block, Blocks, PromptBody
 from kvcellar.serve.generation.field_names import Place
+from kvcellar.serve.generation.messages import no_encoder
 from kvcellar.serve.http.api_errors import ApiError, invalid, unsupported
 
 TTL = {None: 300.0, "5m": 300.0, "1h": 3600.0}  # seconds
@@ -203,6 +204,6 @@ def _blocks(value: object, where: str) -> list[Block]:
 
 
 def _unsupported(block: Block, where: str) -> ApiError:
-    can = "this server reads text, images of the user and of tools, and calls"
+    can = f"this server reads text, images of the user and of tools, and calls{no_encoder(block.type)}"
     message = f"{where} has the type {block.type!r}, which cannot stand here; {can}"
     return ApiError(400, message, where, "unsupported_content")

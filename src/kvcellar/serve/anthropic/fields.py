@@ -7,7 +7,7 @@ does not have, are refused by name. Types are strict.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo
 
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.messages import MAX_MESSAGES, LooseModel
@@ -30,6 +30,11 @@ class ImageSource(LooseModel):
     url: str | None = None  # of `url`: a `data:` URL, or one on a host that the server allows
 
 
+def _of_image(value: object, about: ValidationInfo) -> object:
+    """None in blocks of another type, which `dialogue` refuses by name."""
+    return value if about.data.get("type") == "image" else None
+
+
 class Block(LooseModel):
     """A content block. Which fields it has depends on its type; `dialogue` checks that."""
 
@@ -40,7 +45,8 @@ class Block(LooseModel):
     id: str | None = None  # of `tool_use`
     name: str | None = None  # of `tool_use`
     input: dict[str, Any] | None = None  # of `tool_use`
-    source: ImageSource | None = None  # of `image`: see [images](../howto/images.md)
+    # of `image`: see [images](../howto/images.md)
+    source: Annotated[ImageSource | None, BeforeValidator(_of_image, json_schema_input_type=ImageSource | None)] = None
     tool_use_id: str | None = None  # of `tool_result`: the id of a `tool_use` in an earlier message
     # of `tool_result`: a string, or blocks of the types `text` and `image`
     content: Annotated[Any, forms.of(forms.ToolResultContent)] = None

@@ -45,16 +45,22 @@ class LooseModel(StrictModel):
 
 def _known_part(kind: object) -> object:
     """Raises for what other servers take beside texts and images."""
-    if isinstance(kind, str) and (what := NO_PARTS.get(kind)):
-        raise ValueError(f"be of text or an image: there is no encoder here for {what}")
+    if why := no_encoder(kind):
+        raise ValueError(f"be of text or an image{why}")
     return kind
 
 
-NO_PARTS: Mapping[str, str] = {
-    **dict.fromkeys(("input_audio", "audio_url", "audio"), "audio"),
-    **dict.fromkeys(("video_url", "input_video", "video"), "video"),
-    **dict.fromkeys(("file", "input_file", "document"), "files"),
+_NO_PARTS: Mapping[str, str] = {
+    **dict.fromkeys(("input_audio", "audio_url", "audio"), "audio; send its words as text"),
+    **dict.fromkeys(("video_url", "input_video", "video"), "video; send single frames as images"),
+    **dict.fromkeys(("file", "input_file", "document"), "files; send their text, or their pages as images"),
 }
+
+
+def no_encoder(kind: object) -> str:
+    """Why parts of this type are refused, as the end of a sentence; "": their type is unknown."""
+    what = _NO_PARTS.get(kind) if isinstance(kind, str) else None
+    return f": there is no encoder here for {what}" if what else ""
 
 
 class ImageUrl(LooseModel):

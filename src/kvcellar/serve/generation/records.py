@@ -57,8 +57,9 @@ class RecallFields(Answer, kw_only=True):
     # of a chat, the message in which the prompt is not what the conversation was so far: `message` (its index), `role`,
     # `by` (`template`: rendered in another form, or `client`: sent in another form), and `tokens`, those of the
     # conversation that cannot be used because of that; else `null`. A server with API keys and `share_prefixes` leaves
-    # it, `entry`, `ours` and `theirs` empty in responses
+    # it, `image`, `entry`, `ours` and `theirs` empty in responses
     rewrite: RewriteFields | None
+    image: str  # where it diverged: which image of the prompt is not as it was, and how; else empty
 
 
 class SpeculationFields(Answer):
@@ -83,7 +84,7 @@ def recall_fields(recall: Recall, engine: Engine | None, *, texts: bool = True) 
     """What a client gets: all but what other salts and users of its key have. `texts`: with what may be the text of
     other requests of its namespace."""
     if not texts:
-        recall = replace(recall, entry="", ours=(), theirs=(), rewrite=None)
+        recall = replace(recall, entry="", ours=(), theirs=(), rewrite=None, image="")
     return RecallFields.of(recall, **_shown(recall, engine))
 
 

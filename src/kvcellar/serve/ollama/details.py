@@ -170,7 +170,7 @@ class Details:
     def _capabilities(self, files: Files, engine: Engine | None) -> Sequence[Capability]:
         """The same, whether the model is loaded or not."""
         if engine is not None:
-            return capabilities(engine.replies, embeds=engine.embeddings.refused is None, sees=engine.images.sees)
+            return capabilities(engine.replies, sees=engine.sees, embeds=engine.embeddings.refused is None)
         if files.directory is None:
             return NOTHING
         if files.digest not in self._capable:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from kvcellar.serve.generation.field_names import Place
-from kvcellar.serve.generation.messages import NO_PARTS
+from kvcellar.serve.generation.messages import no_encoder
 from kvcellar.serve.http.api_errors import invalid, unsupported
 from kvcellar.serve.http.json_text import printable
 
@@ -147,8 +147,8 @@ def _part(value: object, where: str) -> Json:
             raise unsupported(f"{where}.file_id", f"{where}.file_id is not supported: this server keeps no files")
         return {"type": "image_url", "image_url": {"url": _text(part, "image_url", where)}}
     if not isinstance(kind, str) or kind not in TEXTS:
-        why = f": there is no encoder here for {NO_PARTS[kind]}" if isinstance(kind, str) and kind in NO_PARTS else ""
-        raise invalid(f"{where}.type", f"{where}.type must be one of {', '.join((*TEXTS, 'input_image'))}{why}")
+        kinds = ", ".join((*TEXTS, "input_image"))
+        raise invalid(f"{where}.type", f"{where}.type must be one of {kinds}{no_encoder(kind)}")
     return {"type": "text", "text": _text(part, TEXTS[kind], where)}
 
 

@@ -108,6 +108,13 @@ def config_fields(path: Path) -> dict[str, Any]:
     return _cleaned(raw)
 
 
+def has_vision(path: Path) -> bool:
+    """Whether transformers has a network that reads images for the model of a directory."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return config_fields(path)["model_type"] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
 def _check_fields(raw: Mapping[str, Any], *, depth: int) -> None:
     if depth > 8:
         raise ModelRefused("config.json is nested deeper than any model's")

@@ -99,6 +99,14 @@ def test_fragmented_and_compacted_memory_hold_the_same_cells(capsys: pytest.Capt
         assert one["ratio"] > 0
 
 
+@pytest.mark.slow  # an engine, and the process that reads files
+def test_images_are_measured_in_slices_and_at_once(capsys: pytest.CaptureFixture[str]):
+    _, last = measured(capsys, "images")
+    assert last["towers"]["CLIP"]["slices"] == 3
+    assert list(last["streams"]) == ["alone", "in slices", "at once"]
+    assert [one["status"] for one in last["files"].values()] == [200, 400]
+
+
 def test_linear_layers_are_measured_for_each_type_and_number_of_rows(capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, "linear", "--threads", "2")
     assert set(last) == {"bfloat16", "float32"}

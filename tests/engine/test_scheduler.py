@@ -143,6 +143,37 @@ def test_what_a_token_of_a_prompt_takes_is_known_after_any_time_without_prompts(
     assert max(before) / 1.2 < max(chunks.tokens(1, 1) for _ in range(2)) < 1.2 * max(before)
 
 
+@pytest.mark.parametrize(
+    ("gap", "decoding", "most"),
+    [
+        (0.1, 0.01, 0.02),  # two steps
+        (0.1, 0.04, 0.03),  # what is left of the part of the gap that is for steps
+        (0.1, 0.2, 0.1),  # half of decoding that takes longer
+        (0.1, 0.0001, 0.002),
+    ],
+)
+def test_what_is_no_step_takes_two_steps_at_most_and_with_one_no_longer_than_streams_may_wait(gap, decoding, most):
+    chunks, each = Chunks(gap), 0.0005
+    for _ in range(20):
+        chunks.stepped(1, 0, decoding)
+    assert chunks.between(1) == pytest.approx(most)
+    assert chunks.between(0) == pytest.approx(0.7 * gap)
+    for tokens in (40, 80, 40, 80):
+        chunks.stepped(1 + tokens, tokens, decoding + tokens * each)
+    assert chunks.between(1) == pytest.approx(most, rel=0.1)
+
+
+def test_what_is_no_step_shortens_the_chunk_behind_it():
+    chunks = Chunks(0.1)
+    for tokens in (40, 80, 40, 80):
+        chunks.stepped(1 + tokens, tokens, 0.01 + tokens * 0.0005)
+    before = max(chunks.tokens(1, 1) for _ in range(2))
+    chunks.waited = 0.02
+    assert max(chunks.tokens(1, 1) for _ in range(2)) == pytest.approx(before - 0.02 / 0.0005, abs=3)
+    chunks.stepped(1, 0, 0.01)
+    assert max(chunks.tokens(1, 1) for _ in range(2)) == pytest.approx(before, rel=0.1)
+
+
 def test_chunks_differ_so_that_a_slow_first_prompt_is_not_believed_for_ever():
     """Decoding takes 0.11 s of each step, and a token of a prompt 0.2 ms: the first ones took 20 times as long."""
     chunks, tokens = Chunks(0.1), 2 * LEAST_CHUNK

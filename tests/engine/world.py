@@ -428,7 +428,8 @@ class World:
             first = order[0]
             assert first in now, "the one that ranks first was preempted"
             decoding = sum(completion.status is Status.DECODE for completion in now)
-            assert (id(first) in given) != (first in stuck) or decoding >= self.step_tokens, "the first has to wait"
+            waits = decoding >= self.step_tokens or self._encodes(first)
+            assert (id(first) in given) != (first in stuck) or waits, "the first has to wait"
         assert all(completion is now[0] and len(now) == 1 for completion in stuck), (
             "ended although others could be sent back"
         )
@@ -440,7 +441,12 @@ class World:
         limited = self._gap is not None and any(one.status is Status.DECODE for one in now)
         if total < self.step_tokens and not limited:
             self.check_bound(order)
-        assert shares or stuck or not (waiting or running) or self._restoring(), "nothing happens"
+        encoding = any(map(self._encodes, now))
+        assert shares or stuck or not (waiting or running) or self._restoring() or encoding, "nothing happens"
+
+    def _encodes(self, completion: Completion) -> bool:
+        """Whether it waits for an image."""
+        return self.manager.next_end(completion) <= completion.computed
 
     def _restoring(self) -> bool:
         return self.store is not None and self.store.restores.awaited

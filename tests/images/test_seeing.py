@@ -1,6 +1,9 @@
 """Which image is encoded next, and which features stay."""
 
 import hashlib
+import time
+from contextlib import nullcontext
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from kvcellar.engine.core.prompt_images import PromptImages
 from kvcellar.engine.core.request import Status
 from kvcellar.engine.core.seeing import Seeing
+from kvcellar.engine.models.sliced import Sliced
 from kvcellar.engine.models.vision import Features
 from kvcellar.images.image import ImageInput, with_rows
 
@@ -20,9 +24,10 @@ EACH = ROWS * WIDTH * 4  # bytes of features
 class FakeVision:
     placeholder = PLACEHOLDER
 
-    def encode(self, ids: Any, inputs: Any) -> Features:
+    def encoding(self, ids: Any, inputs: Any) -> Sliced[Features]:
         assert list(ids) == ROWS * [PLACEHOLDER]
-        return Features(torch.zeros(ROWS, WIDTH), {}, None, ahead=False)
+        made = Features(torch.zeros(ROWS, WIDTH), {}, None, ahead=False)
+        return Sliced(lambda: made, lambda _: nullcontext(), time.perf_counter)
 
 
 def image(number: int) -> ImageInput:
@@ -46,7 +51,7 @@ def seeing_of(most: int) -> Seeing:
 def test_images_that_are_not_next_are_encoded_while_features_are_fewer_than_are_kept(most: int, ahead: int) -> None:
     seeing, one = seeing_of(most), prompt_of(1, 2, 3)
     while (found := seeing.missing([one])) is not None:
-        seeing.encode(*found, [one])
+        seeing.encode(*found, [one], inf)
         seeing.check()
     assert seeing.encoded == ahead
     assert seeing.end(one, 15) == (1 + ROWS) * ahead + (ahead < 3)
@@ -56,7 +61,7 @@ def test_what_a_prompt_comes_to_next_is_always_encoded_and_what_it_has_passed_go
     seeing, one = seeing_of(1), prompt_of(1, 2, 3)
     for index in range(3):
         assert seeing.missing([one]) == (one, index)
-        seeing.encode(one, index, [one])
+        seeing.encode(one, index, [one], inf)
         assert seeing.bytes == EACH
         one.computed += 1 + ROWS
     assert seeing.missing([one]) is None
@@ -64,7 +69,7 @@ def test_what_a_prompt_comes_to_next_is_always_encoded_and_what_it_has_passed_go
 
 def test_an_image_that_is_kept_is_not_encoded_for_another_prompt() -> None:
     seeing, one, other = seeing_of(9 * EACH), prompt_of(1), prompt_of(2, 1)
-    seeing.encode(one, 0, [one])
+    seeing.encode(one, 0, [one], inf)
     assert seeing.missing([one, other]) == (other, 0)
-    seeing.encode(other, 0, [one, other])
+    seeing.encode(other, 0, [one, other], inf)
     assert seeing.missing([one, other]) is None

@@ -273,6 +273,8 @@ class Loop:
     def _rest(self) -> float | None:
         """A part of the idle work. Completions that wait while none runs wait for what is read back: a step looks again
         when a read has taken too long, and after `LOOK` seconds, whatever has happened."""
+        if self.manager.seeing is not None:
+            self.manager.seeing.abandon()
         if self._pump() or self._compact():
             return 0.0
         if not self.scheduler.waiting:
@@ -343,15 +345,21 @@ class Loop:
         self._recover()
 
     def _encode(self) -> None:
-        """Encode one image, which a running prompt needs next. An error ends its request."""
+        """Encode a part of an image that a running prompt needs next, for as long as streams may wait. An error ends
+        its request."""
         seeing, running = self.manager.seeing, self.scheduler.running
-        if seeing is None or (found := seeing.missing(running)) is None:
+        if seeing is None:
             return
+        if (found := seeing.missing(running)) is None:
+            seeing.abandon()
+            return
+        began = self._clock()
         try:
-            seeing.encode(*found, running)
+            seeing.encode(*found, running, self.scheduler.between())
         except Exception as error:  # noqa: BLE001 - logged, and given to its request
             self._failures.record("encoding an image", found[0].request, error)
             self._recover()
+        self.scheduler.waited(self._clock() - began)
 
     def _shift(self, completion: Completion) -> None:
         """Remove the oldest tokens of a completion that has filled its context.
@@ -504,6 +512,8 @@ class Loop:
         if error is not None:
             reason = EngineFailed(f"the engine stopped on {type(error).__name__}: {error}")
         try:
+            if self.manager.seeing is not None:
+                self.manager.seeing.abandon()
             self._run_remaining()
             for request in [
                 *self._requests.values(),

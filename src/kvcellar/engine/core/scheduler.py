@@ -30,6 +30,7 @@ Always true:
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvcellar.engine.core.request import Completion, Request, Scheduled, Status
@@ -47,6 +48,8 @@ FIRST_CHUNK = 64  # tokens of prompts beside running streams, before any step wa
 LEAST_CHUNK = 16  # and the fewest, however long they take
 LEAST_SHARE = 0.5  # of the time that decoding takes is for prompts, at least
 STEP_SHARE = 0.7  # of the seconds between two tokens of a stream: the rest is for what is done between steps
+BETWEEN = 2.0  # times what decoding takes that streams wait, at most, for what is no step,
+LEAST_BETWEEN = 0.002  # and seconds, at least
 FADING = 0.9
 EVEN = (
     64  # rows: steps of streams and prompts have a multiple of so many, as a new number takes milliseconds to prepare
@@ -86,6 +89,15 @@ class Chunks:
         self._each: float | None = None
         self._half = False
         self.last = 1  # tokens of prompts that take as long as a last one, when `tokens` was called
+        self.waited = 0.0  # seconds since the last step
+
+    def between(self, rows: int) -> float:
+        """Seconds that what is no step may take before the next one, beside so many rows in decode."""
+        if not rows:
+            return self.seconds
+        decoding = max(0.0, self._took - (self._each or 0.0) * self._prompts)
+        left = max(self.seconds - decoding, LEAST_SHARE * decoding)
+        return max(LEAST_BETWEEN, min(BETWEEN * decoding, left))
 
     def tokens(self, prompts: int, rows: int) -> int:
         """Beside so many rows in decode, where so many prompts are computed or wait."""
@@ -93,7 +105,7 @@ class Chunks:
             return FIRST_CHUNK
         decoding = max(0.0, self._took - self._each * self._prompts)
         late = min(1.0, prompts / max(1, rows)) * (decoding - self.seconds)
-        chunk = int(max(self.seconds - decoding, LEAST_SHARE * decoding, late) / self._each)
+        chunk = int(max(self.seconds - self.waited - decoding, LEAST_SHARE * decoding, late) / self._each)
         self.last = max(1, int(decoding / max(1, rows) / self._each))
         self._half = not self._half
         return max(LEAST_CHUNK, chunk // 2) if self._half else max(2 * LEAST_CHUNK, chunk)
@@ -102,6 +114,7 @@ class Chunks:
         """A step of so many rows, `prompts` of which were tokens of prompts that are not their last, has taken so many
         seconds."""
         decoding = rows - prompts
+        self.waited = 0.0
         more, longer = 0, 0.0
         if self._rows < 0 or abs(decoding - self._rows) > self._rows / 4:
             self._rows, self._prompts, self._took = decoding, float(prompts), seconds
@@ -297,6 +310,17 @@ class Scheduler:
         """A step has taken so many seconds; `prompts` of its tokens were of prompts, and not their last."""
         if self._chunks is not None:
             self._chunks.stepped(sum(one.rows for one in scheduled), prompts, seconds)
+
+    def between(self) -> float:
+        """Seconds that what is no step may take before the next one."""
+        if self._chunks is None:
+            return inf
+        return self._chunks.between(sum(one.status is Status.DECODE for one in self.running))
+
+    def waited(self, seconds: float) -> None:
+        """It has taken so many."""
+        if self._chunks is not None:
+            self._chunks.waited = seconds
 
     def _shortened(self, one: Scheduled) -> Scheduled:
         """Where a waiting completion diverges was not known when the prompt that it waits for was scheduled."""

@@ -1,11 +1,12 @@
 """seeing: features of the images of requests, and what steps have of them.
 
-An image is encoded once, between two steps, when a completion comes to its rows; what memory has of it needs no
+An image is encoded once, in slices between steps, when a completion comes to its rows; what memory has of it needs no
 features. They are kept by the digest of the image, for other places and requests, as many as `most` bytes.
 
 Always true:
   * `bytes` are those of all features that are kept: less than `most`, beside one image, before each that is encoded
     ahead of need; beyond that there is one image for each running prompt that comes to it next;
+  * at most one image is being encoded, whose features are not kept; none while the engine rests;
   * the features of an image do not depend on the text around it: the self-test has shown that for this model.
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from kvcellar.engine.core.prompt_images import PromptImages
 from kvcellar.engine.core.request import Completion, Scheduled, Status
+from kvcellar.engine.models.sliced import Sliced
 from kvcellar.engine.models.vision import Features, ImageRows, StepImages, Vision
 from kvcellar.images.image import ImageInput, is_row
 from kvcellar.memory.plan import Ahead
@@ -29,6 +31,7 @@ class Seeing:
         self.vision, self._device, self.most = vision, device, most
         self._features: dict[bytes, Features] = {}  # the longest unused first
         self._positions: dict[PromptImages, tuple[Tensor, int]] = {}  # [axes,T] of prompts, and the next one behind
+        self._begun: tuple[bytes, Sliced[Features]] | None = None  # of the image that is being encoded
         self.bytes = self.encoded = 0
 
     # -- features ---------------------------------------------------------------------------------------------------
@@ -44,27 +47,50 @@ class Seeing:
         return end
 
     def missing(self, running: Iterable[Completion]) -> tuple[Completion, int] | None:
-        """The image that is needed first, and is not encoded, and whose prompt that is. What a prompt does not come to
-        next waits while as many features are kept as are allowed."""
+        """The image that is needed first, and is not encoded, and whose prompt that is; one that was begun goes first.
+        What a prompt does not come to next waits while as many features are kept as are allowed."""
+        first: tuple[Completion, int] | None = None
         for completion in running:
             images = completion.request.images
             if images is not None and completion.status is Status.PREFILL:
                 for index in images.after(completion.computed)[: None if self.bytes < self.most else 1]:
-                    if images.inputs[index].digest not in self._features:
+                    digest = images.inputs[index].digest
+                    if self._begun is not None and self._begun[0] == digest:
                         return completion, index
-        return None
+                    if first is None and digest not in self._features:
+                        first = completion, index
+        return first
 
-    def encode(self, completion: Completion, index: int, running: Sequence[Completion]) -> None:
-        """Encode an image of a completion. Raises what the network raises."""
+    def encode(self, completion: Completion, index: int, running: Sequence[Completion], seconds: float) -> None:
+        """Encode an image of a completion, for about so many seconds. What was begun of another one is lost. Raises
+        what the network raises."""
         images = completion.request.images
         assert images is not None
-        image, span = images.inputs[index], images.spans[index]
-        ids = self._ids(completion.request.prompt[span.start : span.end])
-        made = self.vision.encode(ids, {one.name: self._tensor(one.array()) for one in image.arrays})
-        self._features[image.digest] = made
-        self.bytes += made.bytes
-        self.encoded += 1
-        self._evict(running)
+        image = images.inputs[index]
+        if self._begun is None or self._begun[0] != image.digest:
+            self.abandon()
+            self._begun = image.digest, self._encoding(completion.request.prompt, image, images.spans[index])
+        try:
+            made = self._begun[1].run(seconds)
+        except BaseException:
+            self._begun = None
+            raise
+        if made is not None:
+            self._begun = None
+            self._features[image.digest] = made
+            self.bytes += made.bytes
+            self.encoded += 1
+            self._evict(running)
+
+    def _encoding(self, prompt: Sequence[int], image: ImageInput, span: Span) -> Sliced[Features]:
+        ids = self._ids(prompt[span.start : span.end])
+        return self.vision.encoding(ids, {one.name: self._tensor(one.array()) for one in image.arrays})
+
+    def abandon(self) -> None:
+        """No prompt that runs needs the image that is being encoded, if there is one."""
+        if self._begun is not None:
+            self._begun[1].end()
+            self._begun = None
 
     def _evict(self, running: Sequence[Completion]) -> None:
         needed = {
@@ -158,6 +184,7 @@ class Seeing:
     def check(self) -> None:
         """Assert what is always true."""
         assert self.bytes == sum(one.bytes for one in self._features.values())
+        assert self._begun is None or self._begun[0] not in self._features
 
 
 def _spread(scheduled: Sequence[Scheduled]) -> Iterator[tuple[Completion, int, int]]:

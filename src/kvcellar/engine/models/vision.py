@@ -9,12 +9,16 @@ What decoders get beside embeddings, where an image is in the text: features for
 image rows, and positions of several axes (temporal, height, width), which the network's `get_rope_index` computes from
 ids and grids. Masks of attention are not passed: what sees both ways is said to memory (`Batch.look_ahead`).
 
-Always true: between two forwards the network is as it was, and nothing is stored here.
+An image is encoded in slices (`Sliced`), between which steps run the same network: the forward may stop before each
+member of each list of modules of its towers. What it has set for itself, its door and modes of torch, is its thread's.
+
+Always true: between two forwards and between two slices the network is as it was, and nothing is stored here.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 
 from kvcellar.engine.models.input_limits import placeholder_of
 from kvcellar.engine.models.seam import Door, opened
+from kvcellar.engine.models.sliced import Sliced
 from kvcellar.errors import ModelRefused
 
 if TYPE_CHECKING:
@@ -113,12 +118,13 @@ class _AtDecoder(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """Of one network. `accepts`: the arguments of its forward."""
+    """Of one network. `accepts`: the arguments of its forward. `blocks`: before each of these it may stop."""
 
     model: "PreTrainedModel"
     decoder: nn.Module
     placeholder: int
     accepts: frozenset[str]
+    blocks: Sequence[nn.Module]
 
     @property
     def axes(self) -> bool:
@@ -130,10 +136,26 @@ class Vision:
         behind = {*self.decoder.modules(), self.model.get_output_embeddings()}
         return [name for name in layers if self.model.get_submodule(name) not in behind]
 
-    @torch.inference_mode()
     def encode(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Features:
+        """As `encoding` does, in as many slices as it can: to test it."""
+        encoding = self.encoding(ids, inputs)
+        while (made := encoding.run(0.0)) is None:
+            pass
+        return made
+
+    def encoding(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Sliced[Features]:
         """`ids` are the tokens of one image, from its first placeholder to its last one, and `inputs` what its
         processor made of it. Raises `ModelRefused` where the network does not treat it as one that is served."""
+        threads = torch.get_num_threads()
+
+        def work() -> Features:
+            torch.set_num_threads(threads)  # of the thread that computes
+            return self._features(ids, inputs)
+
+        return Sliced(work, self._stopping, _clock_of(self.model.device))
+
+    @torch.inference_mode()
+    def _features(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Features:
         tokens, door = torch.tensor([ids], device=self.model.device), _TowerDoor()
         with opened(door):
             arguments = self._at_decoder(tokens, inputs)
@@ -159,18 +181,27 @@ class Vision:
         return self.model(**given, use_cache=False).logits[0].float()
 
     def _at_decoder(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
-        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            names = inspect.signature(self.decoder.forward).parameters
-            raise _AtDecoder(dict(zip(names, args, strict=False)) | kwargs)
-
-        handle = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
+        """What the decoder would get. The network stops there: see `_stopping`."""
         try:
             self.model(**self._arguments(self.accepts, tokens, inputs), use_cache=False)
         except _AtDecoder as found:
             return found.arguments
-        finally:
-            handle.remove()
         raise ModelRefused("its forward does not call its decoder")
+
+    @contextmanager
+    def _stopping(self, pause: Callable[[], None]) -> Iterator[None]:
+        """Within the block, a forward calls `pause` where it may stop, and ends at its decoder. Steps find no hook: a
+        recorded one would not call it."""
+
+        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            names = inspect.signature(self.decoder.forward).parameters
+            raise _AtDecoder(dict(zip(names, args, strict=False)) | kwargs)
+
+        with ExitStack() as hooked:
+            hooked.callback(self.decoder.register_forward_pre_hook(stop, with_kwargs=True).remove)
+            for block in self.blocks:
+                hooked.callback(block.register_forward_pre_hook(lambda *_: pause()).remove)
+            yield
 
     def _arguments(self, names: frozenset[str], tokens: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         types = (tokens == self.placeholder).long()
@@ -225,7 +256,27 @@ def vision_of(model: "PreTrainedModel") -> Vision | None:
     if placeholder is None or getattr(config, "vision_config", None) is None:
         return None
     decoder = model.get_decoder()
-    return Vision(model, decoder, placeholder, frozenset(inspect.signature(model.forward).parameters))
+    accepts = frozenset(inspect.signature(model.forward).parameters)
+    return Vision(model, decoder, placeholder, accepts, _blocks(model, decoder))
+
+
+def _blocks(model: "PreTrainedModel", decoder: nn.Module) -> list[nn.Module]:
+    """The members of all lists of modules outside of its decoder: layers of towers, and parts of these."""
+    inside = set(decoder.modules())
+    lists = (one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential) and one not in inside)
+    return [block for one in lists for block in one]
+
+
+def _clock_of(device: torch.device) -> Callable[[], float]:
+    """Seconds, when what was begun on the device is done."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def settled() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return settled
 
 
 def _rope_index(model: "PreTrainedModel") -> Any:

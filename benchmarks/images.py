@@ -4,9 +4,9 @@
 with its default attention, of the forward up to the decoder as an engine runs it, whole and in as many slices as there
 can be, and of four images in one forward, for each.
 
-*Streams*, in an engine whose tower takes as long as a dozen steps: the longest wait between two tokens, in CPU time of
-the process, beside an image in slices and beside one that is encoded at once; and in wall time beside files that come
-over HTTP: a PNG of 49 megapixels, and one that declares 3600 of them. Each also of a stream alone, for as long.
+*Streams*, in an engine whose tower takes as long as some steps: the longest wait between two tokens, in CPU time of the
+process, beside an image in slices and one that is encoded at once, and beside a text of as many tokens; also beside files that come over HTTP: a PNG
+of 49 megapixels, and one that declares 3600 of them. Each also of a stream alone, for as long, in wall and CPU time.
 """
 
 import base64
@@ -46,6 +46,9 @@ FIRST = 120.0  # seconds that the first token may take, and the import of what r
 TEXT = {"model_type": "llama", "hidden_size": 896, "num_hidden_layers": 12, "num_attention_heads": 14}
 TEXT |= {"num_key_value_heads": 2, "intermediate_size": 2304, "vocab_size": 64_000, "max_position_embeddings": 16_384}
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+Pair = tuple[float, float]  # milliseconds, of the wall and of the CPU
 
 
 class Sizes(NamedTuple):
@@ -89,7 +92,10 @@ def image_of(sizes: Sizes) -> tuple[int, dict[str, Tensor]]:
     draw, tower = torch.Generator().manual_seed(1), sizes.tower
     if sizes.grid:
         patches = torch.randn(sizes.grid**2, 3 * 2 * tower["patch_size"] ** 2, generator=draw)
-        return sizes.grid**2 // 4, {"pixel_values": patches.bfloat16(), "image_grid_thw": torch.tensor([[1, 28, 28]])}
+        return sizes.grid**2 // 4, {
+            "pixel_values": patches.bfloat16(),
+            "image_grid_thw": torch.tensor([[1, sizes.grid, sizes.grid]]),
+        }
     side = tower["image_size"]
     pixels = torch.randn(1, 3, side, side, generator=draw)
     return (side // tower["patch_size"]) ** 2, {"pixel_values": pixels.bfloat16()}
@@ -110,18 +116,18 @@ class Took(NamedTuple):
 
 def towers(sizes: Sizes, rounds: int) -> Took:
     small = TEXT | {"num_hidden_layers": 2, "vocab_size": 512}
-    theirs = network(sizes, small)
+    theirs: Any = network(sizes, small)
     ours = deepcopy(theirs)
     pack_model(ours)
     vision, (rows, inputs) = vision_of(ours), image_of(sizes)
     assert vision is not None
     ids, several = rows * [PLACEHOLDER], {name: torch.cat(BATCH * [one]) for name, one in inputs.items()}
-    ways: list[Callable[[], object]] = [
-        lambda: theirs.get_image_features(**inputs),  # pyright: ignore[reportCallIssue]
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: theirs.get_image_features(**inputs),
         lambda: vision.encoding(ids, inputs).run(inf),
         lambda: vision.encode(ids, inputs),
         lambda: vision.encoding(BATCH * ids, several).run(inf),
-    ]
+    )
     took: list[list[float]] = [[] for _ in ways]
     with torch.inference_mode():
         for _ in range(rounds + 1):
@@ -196,7 +202,7 @@ class Stream:
         if not begun.wait(FIRST):
             raise TimeoutError("the stream did not begin")
 
-    def beside(self, act: Callable[[], object]) -> tuple[float, float]:
+    def beside(self, act: Callable[[], object]) -> Pair:
         """The longest wait between two tokens while something is done, in wall and CPU milliseconds."""
         first = len(self.times) - 1
         act()
@@ -214,6 +220,10 @@ class Stream:
         self._ticket.cancel()
 
 
+def _median(pairs: Sequence[Pair]) -> Pair:
+    return median(wall for wall, _ in pairs), median(cpu for _, cpu in pairs)
+
+
 def _picture(seed: int, side: int) -> Image.Image:
     return Image.frombytes("RGB", (side, side), bytes((at * (seed + 7)) % 251 for at in range(3 * side * side)))
 
@@ -222,7 +232,7 @@ def _asked(image: object) -> Any:
     return [{"role": "user", "content": [image, "what is it?"]}]
 
 
-def streams(engine: Engine, side: int, repeats: int) -> Iterator[tuple[str, float, float]]:
+def streams(engine: Engine, side: int, rows: int, repeats: int) -> Iterator[tuple[str, float, float]]:
     """What ran beside a stream, the longest wait, and that wait in steps; in CPU milliseconds."""
     scheduler = engine._built.loop.scheduler
     sliced, seeds = scheduler.between, iter(range(1000))
@@ -230,17 +240,20 @@ def streams(engine: Engine, side: int, repeats: int) -> Iterator[tuple[str, floa
     def ask() -> None:
         engine.chat(_asked(_picture(next(seeds), side)), max_tokens=1)
 
+    def read() -> None:
+        engine.chat(_asked(f"{next(seeds)}: ".ljust(rows, "-")), max_tokens=1)
+
     ask()  # imports
     stream = Stream(engine)
     try:
-        found: dict[str, list[tuple[float, float]]] = {"alone": [], "in slices": [], "at once": []}
+        acts = {"alone": lambda: time.sleep(0.5), "a text as long": read, "in slices": ask, "at once": ask}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in acts}
         for _ in range(repeats):
             time.sleep(0.5)
             step = stream.step()
             for name, waits in found.items():
-                scheduler.between = sliced if name == "in slices" else lambda: inf
-                act = ask if name != "alone" else lambda: time.sleep(0.5)
-                _, cpu = stream.beside(act)
+                scheduler.between = (lambda: inf) if name == "at once" else sliced
+                _, cpu = stream.beside(acts[name])
                 waits.append((cpu, cpu / step))
         scheduler.between = sliced
         for name, waits in found.items():
@@ -262,9 +275,9 @@ def _png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def files(engine: Engine, side: int, repeats: int) -> Iterator[tuple[str, float, float, int]]:
-    """What came over HTTP beside a stream, the longest wait and that of the stream alone for as long, in wall
-    milliseconds, and the status of the answer."""
+def files(engine: Engine, side: int, repeats: int) -> Iterator[tuple[str, Pair, Pair, int]]:
+    """What came over HTTP beside a stream, the longest wait and that of the stream alone for as long, and the status of
+    the answer."""
     large = BytesIO()
     Image.new("RGB", (side, side), (200, 30, 30)).save(large, "PNG")
     stream = Stream(engine)
@@ -274,7 +287,7 @@ def files(engine: Engine, side: int, repeats: int) -> Iterator[tuple[str, float,
                 url = f"data:image/png;base64,{base64.b64encode(file).decode()}"
                 content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
                 body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
-                status, waits, alone = 0, list[float](), list[float]()
+                status, waits, alone = 0, list[Pair](), list[Pair]()
 
                 def post(body: Any = body) -> None:
                     nonlocal status
@@ -282,10 +295,10 @@ def files(engine: Engine, side: int, repeats: int) -> Iterator[tuple[str, float,
 
                 for _ in range(repeats):
                     began = time.perf_counter()
-                    waits.append(stream.beside(post)[0])
+                    waits.append(stream.beside(post))
                     seconds = time.perf_counter() - began
-                    alone.append(stream.beside(lambda seconds=seconds: time.sleep(seconds))[0])
-                yield name, median(waits), median(alone), status
+                    alone.append(stream.beside(lambda seconds=seconds: time.sleep(seconds)))
+                yield name, _median(waits), _median(alone), status
     finally:
         stream.end()
 
@@ -302,12 +315,14 @@ def row(given: Given) -> Lines:
         )
         found["towers"][name] = took._asdict()
     sizes = SMALLEST["CLIP"] if given.quick else TOWERS["CLIP B/32, 224 x 224"]
+    side, rows = sizes.tower["image_size"], image_of(sizes)[0]
     write_model(given.directory, sizes, TEXT | SMALL | {"num_key_value_heads": 2} if given.quick else TEXT)
     with Engine(given.directory, threads=given.threads, cache_bytes=1 << 30) as engine, settled():
-        for name, wait, steps in streams(engine, sizes.tower["image_size"], repeats):
+        for name, wait, steps in streams(engine, side, rows, repeats):
             yield f"{name:24} {wait:8.1f} ms of CPU at most, {steps:5.1f} steps"
             found["streams"][name] = {"cpu_ms": wait, "steps": steps}
         for name, wait, alone, status in files(engine, 700 if given.quick else 7000, min(3, repeats)):
-            yield f"{name:24} {wait:8.1f} ms at most, {alone:8.1f} alone, {status}"
+            beside = f"{wait[0]:8.1f} ms at most, {wait[1]:8.1f} of CPU"
+            yield f"{name:24} {beside}; alone {alone[0]:8.1f} and {alone[1]:8.1f}; {status}"
             found["files"][name] = {"ms": wait, "alone_ms": alone, "status": status}
     return found

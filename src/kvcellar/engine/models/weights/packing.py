@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from kvcellar.engine.models.weights.patches import multiply_patches
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.layers import (
@@ -283,6 +284,7 @@ class Packed:
 def pack_model(model: "PreTrainedModel", *, environment: Mapping[str, str] = os.environ) -> Packed:
     """Replace layers of a CPU model in place, one after the other. `environment` is for the compiler."""
     _turn(model)
+    multiply_patches(model)
     experts = pack_experts(model, environment)
     return Packed(pack(model, environment=environment), experts, wrap_routers(model, environment))
 

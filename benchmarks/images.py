@@ -5,8 +5,9 @@ with its default attention, of the forward up to the decoder as an engine runs i
 can be, and of four images in one forward, for each.
 
 *Streams*, in an engine whose tower takes as long as some steps: the longest wait between two tokens, in CPU time of the
-process, beside an image in slices and one that is encoded at once, and beside a text of as many tokens; also beside files that come over HTTP: a PNG
-of 49 megapixels, and one that declares 3600 of them. Each also of a stream alone, for as long, in wall and CPU time.
+process, beside a text of as many tokens as an image has, beside an image in slices, and beside one that is encoded at
+once; also beside files that come over HTTP: a PNG of 49 megapixels, and one that declares 3600 of them. Each also of a
+stream alone, for as long, in wall and CPU time.
 """
 
 import base64

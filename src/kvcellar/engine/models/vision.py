@@ -237,6 +237,15 @@ class Vision:
         return {name: value for name, value in given.items() if name in names}
 
     @torch.inference_mode()
+    def check_causal(self, ids: Sequence[int]) -> None:
+        """Raise `ModelRefused` if tokens of a prompt without images see those behind them, as those of a prefix do."""
+        door = _TowerDoor()
+        with opened(door), self._stopping(lambda: None):
+            self._at_decoder(torch.tensor([ids], device=self.model.device), {})
+        if door.ahead:
+            raise ModelRefused("all tokens of a prompt see each other both ways, so that none can be kept for another")
+
+    @torch.inference_mode()
     def positions(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor | None:
         """Of a text with images [axes,T], on the CPU, whose placeholders are in `ids`; None: those of any text.
         `inputs` are those of all of its images, in order."""
@@ -276,10 +285,12 @@ class Vision:
 
 
 def vision_of(model: "PreTrainedModel") -> Vision | None:
-    """How images enter the network; None if it does not see."""
+    """How images enter the network; None if it does not see. Raises `ModelRefused` if its tokens cannot be served."""
     accepts, placeholder = frozenset(inspect.signature(model.forward).parameters), placeholder_of(model)
-    if placeholder is None or "pixel_values" not in accepts:
+    if "pixel_values" not in accepts:
         return None
+    if placeholder is None:
+        raise ModelRefused("its config names no token that stands for a row of an image")
     decoder = model.get_decoder()
     return Vision(model, decoder, placeholder, accepts, _blocks(model, decoder))
 

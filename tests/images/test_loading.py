@@ -6,8 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.load import load
-from tests.zoo_test_support.images import config_of, network_of
+from kvcellar.engine.models.registered import our_attention, register
+from kvcellar.engine.models.vision import vision_of
+from kvcellar.errors import ModelRefused
+from kvcellar.memory.attention.sdpa import Sdpa
+from tests.zoo_test_support.images import PLACEHOLDER, config_of, network_of
 from tests.zoo_test_support.initialise import initialise
 
 TEXT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -33,3 +38,45 @@ def test_weights_of_the_class_for_text(model_type: str, tmp_path: Path) -> None:
     loaded.set_attn_implementation("eager")
     with torch.inference_mode():
         assert torch.equal(loaded(input_ids=TEXT).logits, model(input_ids=TEXT).logits)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("blip-2", "its forward needs pixel_values with every text"), ("t5gemma2", "an encoder reads its prompts")],
+)
+def test_what_reads_no_text_alone_is_refused_with_the_reason(model_type: str, reason: str) -> None:
+    with pytest.raises(ModelRefused, match=reason):
+        build_guest(network_of(model_type), [Sdpa()])
+
+
+def test_what_has_no_embedding_of_its_inputs_is_refused_with_the_reason(tmp_path: Path) -> None:
+    network_of("pp_formulanet").save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="cannot be served: `get_input_embeddings`"):
+        load(tmp_path)
+
+
+def test_a_network_whose_prompts_see_both_ways_takes_no_images() -> None:
+    register()
+    causal, other = (vision_of(network_of(one)) for one in ("gemma3", "paligemma"))
+    assert causal is not None
+    assert other is not None
+    our_attention(causal.model)
+    our_attention(other.model)
+    causal.check_causal([5, 6, 7, 8])
+    with pytest.raises(ModelRefused, match="see each other both ways"):
+        other.check_causal([5, 6, 7, 8])
+
+
+def test_the_placeholder_may_be_in_a_map_of_the_vocabulary_and_has_to_be_named() -> None:
+    vision = vision_of(network_of("chameleon"))
+    assert vision is not None
+    assert vision.placeholder == PLACEHOLDER
+    with pytest.raises(ModelRefused, match="names no token that stands for a row"):
+        vision_of(network_of("git"))
+
+
+def test_heads_of_latent_attention_may_have_nothing_that_is_rotated(tmp_path: Path) -> None:
+    model = network_of("glm5_next")
+    assert model.config.text_config.head_dim == 0
+    model.save_pretrained(tmp_path)
+    assert load(tmp_path).model.config.text_config.head_dim == 0

@@ -223,6 +223,8 @@ def test_what_else_reads_an_embedding_in_panels_gets_a_copy_and_nothing_writes_i
     assert type(embedding.detach()) is type(embedding) is not Tensor
     assert torch.equal(embedding, weight)
     assert torch.equal(embedding[3:5].float() * 2, weight[3:5].float() * 2)
+    with torch.inference_mode():
+        assert torch.equal(embedding[3, 2:], weight[3, 2:])
     assert torch.equal(torch.zeros_like(weight).copy_(embedding), weight)
     writes = (
         embedding.zero_,

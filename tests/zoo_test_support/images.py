@@ -96,30 +96,78 @@ OWN: dict[str, dict[str, Any]] = {
     "aya_vision": _sizes(56, 14),
     "chameleon": {
         "vocabulary_map": VOCABULARY,
-        "vq_config": {"num_embeddings": 26, "embed_dim": 32, "base_channels": 32, "latent_channels": 32},
+        "vq_config": {
+            "num_embeddings": 26,
+            "embed_dim": 32,
+            "base_channels": 32,
+            "latent_channels": 32,
+            "resolution": 64,
+        },
     },
     "cohere2_vision": _sizes(64, 16),
     "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _rope(4, 2, 2)}}},
     "cosmos3_edge": {"text_config": {"rope_parameters": _rope(2, 3, 3)}},
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+        "vision_config": {
+            "sam_config": {
+                "hidden_size": 32,
+                "mlp_dim": 32,
+                "num_attention_heads": 2,
+                "output_channels": 16,
+                "downsample_channels": [16, 64],
+                "global_attn_indexes": [],
+            },
+            "encoder_config": {
+                "vocab_size": 101,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+            },
+        },
+    },
     "deepseek_vl": _sizes(64, 16),
     "deepseek_vl_hybrid": _sizes(64, 16)
-    | {"high_res_vision_config": {"num_hidden_layers": 3, "global_attn_indexes": [1]}},
+    | {"high_res_vision_config": {"num_hidden_layers": 3, "global_attn_indexes": [1], "image_size": 128}},
+    "emu3": {
+        "vocabulary_map": {"<image>": PLACEHOLDER, "<|extra_200|>": 98}
+        | {f"<|visual token {one:06}|>": 30 + one for one in range(26)},
+        "vq_config": {"codebook_size": 26, "base_channels": 32, "hidden_size": 128},
+    },
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32], "rope_parameters": _rope(3, 3, 2)}},
     "gemma3": _sizes(56, 14) | {"mm_tokens_per_image": 4},
+    "fuyu": {"text_config": {"head_dim": 16}},
+    "gemma4": {
+        "audio_config": None,
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "position_embedding_size": 128,
+        },
+    },
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "qk_nope_head_dim": 16}},
     "granite4_vision": {
-        "vision_feature_select_strategy": "full",
+        "vision_feature_select_strategy": "default",
+        "image_grid_pinpoints": [[64, 128], [128, 64], [128, 128]],
+        "spatial_target_layers": [0, 1, 2, 3],
+        "vision_feature_layer": -1,
         "deepstack_layer_map": [[0, 0], [1, 1]],
         "downsample_rate": "1/2",
         **_sizes(64, 16),
     },
+    "granite_docling": _sizes(64, 16),
     "hunyuan_vl": {"text_config": {"rope_parameters": _rope(2, 2, 2, 2)}},
     "idefics3": _sizes(56, 14) | {"scale_factor": 2},
     "smolvlm": _sizes(64, 16) | {"scale_factor": 2},
     "llava_next": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
     "llava_next_video": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
     "llava_onevision": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
+    "minicpmv4_6": {"insert_layer_id": 0},
+    "minicpmv4_7": {"insert_layer_id": 0},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
@@ -213,6 +261,17 @@ def network_of(model_type: str, dtype: torch.dtype = torch.float32) -> PreTraine
     return model.to(dtype)
 
 
+PROCESSORS: dict[str, dict[str, Any]] = {  # settings of image processors that are not sizes of a tower
+    "chameleon": {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
+    "deepseek_vl_hybrid": {"high_res_size": {"height": 128, "width": 128}},
+    "dots3_note": {"temporal_patch_size": 1},
+    "emu3": {"min_pixels": 64 * 64, "max_pixels": 96 * 64},
+    "fuyu": {"size": {"height": 60, "width": 90}},
+    "gemma4": {"max_soft_tokens": 70},
+    "granite_docling": {"max_patches": 4},
+}
+
+
 def processor_of(config: PreTrainedConfig) -> Any:
     """Its image processor, with the sizes of its tower."""
     model_type = ALIKE.get(config.model_type, config.model_type)
@@ -236,6 +295,8 @@ def processor_of(config: PreTrainedConfig) -> Any:
         _resize(processor, size)
     if pinpoints := getattr(config, "image_grid_pinpoints", None):
         processor.image_grid_pinpoints = pinpoints
+    for name, value in PROCESSORS.get(config.model_type, {}).items():
+        setattr(processor, name, value)
     return processor
 
 
@@ -261,6 +322,9 @@ def drawn(seed: int, height: int = 120, width: int = 200) -> Image.Image:
 def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> ImageInput:
     """What its processor makes of an image, with as many rows as its features have."""
     made = processor(images=[image], return_tensors="pt")
+    if "images" in made:  # which its processor cuts into patches
+        patches = torch.as_tensor(processor.patchify_image(np.asarray(made["images"][0][0])))
+        made = {"pixel_values": patches.flatten(0, -2)}
     accepted = inspect.signature(model.forward).parameters
     arrays = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
     owner: Any = model if hasattr(model, "get_image_features") else getattr(model, "model", None)
@@ -289,10 +353,16 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
 
 def _rows(made: Any) -> int:
     found = getattr(made, "pooler_output", made)
+    found = made.last_hidden_state if found is None else found
+    found = made.deepstack_features[0][1] if found is None else found
     return sum(one.numel() // one.shape[-1] for one in (found if isinstance(found, list | tuple) else [found]))
 
 
 def inputs_of(images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
     """As the network's own forward gets them."""
     names = [one.name for one in images[0].arrays] if images else []
-    return {name: torch.cat([torch.tensor(one.arrays[at].array()) for one in images]) for at, name in enumerate(names)}
+    several = {name: [torch.tensor(one.arrays[at].array()) for one in images] for at, name in enumerate(names)}
+    in_a_row = "target_sizes" in several  # all patches of all images are one row
+    return {
+        name: torch.cat(each, -1 if in_a_row and each[0].is_floating_point() else 0) for name, each in several.items()
+    }

@@ -245,7 +245,8 @@ class PanelWeight(Tensor):
 
     def plain(self) -> Tensor:
         """A copy [out,in]."""
-        return self._layer.parts[0].plain()
+        with torch.inference_mode(False):  # as this weight: torch links views of it to it
+            return self._layer.parts[0].plain()
 
     def data_ptr(self) -> int:
         raise RuntimeError("a weight in panels has no memory of its own")

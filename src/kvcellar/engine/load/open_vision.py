@@ -5,10 +5,12 @@ import torch
 from kvcellar.engine.models.build_guest import reason_of
 from kvcellar.engine.models.guest import MODEL_ERRORS, Guest
 from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.input_limits import random_tokens
 from kvcellar.engine.models.load import Loaded
 from kvcellar.engine.models.registered import our_attention
 from kvcellar.engine.models.selftest import image_test
 from kvcellar.engine.models.vision import Vision, vision_of
+from kvcellar.errors import ModelRefused
 from kvcellar.images.image import ImageInput
 from kvcellar.images.sample import sample_of
 from kvcellar.progress import report
@@ -16,7 +18,12 @@ from kvcellar.progress import report
 
 def open_vision(guest: Guest, loaded: Loaded) -> None:
     """Let a guest take images, if its network does, and gives its own logits with them; else say why it does not."""
-    if (vision := vision_of(guest.model)) is None:
+    try:
+        vision = vision_of(guest.model)
+    except ModelRefused as error:
+        guest.not_seeing = str(error)
+        return
+    if vision is None:
         return
     if loaded.path is None:
         guest.not_seeing = "the network was given without an image processor; load it from a directory"
@@ -44,6 +51,7 @@ def _refused(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput)
     ids = tokens[places[0] : places[-1] + 1]
     guest.vision = vision
     try:
+        vision.check_causal(random_tokens(guest.model, 8, torch.Generator().manual_seed(2)))
         verdict = image_test(guest, vision, tokens, inputs)
         guest.ahead = vision.encode(ids, inputs).ahead
     finally:

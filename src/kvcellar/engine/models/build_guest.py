@@ -51,7 +51,7 @@ def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
         try:
             reference = reference_of(model, seed=0)
         except MODEL_ERRORS as error:
-            raise _refusal(model, f"its own forward fails. {reason_of(error)}") from error
+            raise _refusal(model, _not_causal(model) or f"its own forward fails. {reason_of(error)}") from error
         for mode, build in modes.items():
             found = _attempt(build, reference)
             if isinstance(found, Guest):
@@ -59,7 +59,7 @@ def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
                 found.shape = with_rotations(found)
                 return found
             refused[mode] = found
-    raise _refusal(model, _joined(refused))
+    raise _refusal(model, _not_causal(model) or _joined(refused))
 
 
 def _check_testable(model: PreTrainedModel) -> None:
@@ -67,6 +67,16 @@ def _check_testable(model: PreTrainedModel) -> None:
         raise _refusal(model, f"its weights are {model.dtype}, not a float of 16, 32 or 64 bits")
     if (context := context_of(model)) < MIN_CONTEXT:
         raise _refusal(model, f"its context of {context} positions is too short to test")
+
+
+def _not_causal(model: PreTrainedModel) -> str:
+    """Why it cannot read the ids of a text alone, if its class says that; else ""."""
+    if model.config.is_encoder_decoder:
+        return "an encoder reads its prompts, all tokens at once, so that none can be kept for another prompt"
+    given = inspect.signature(model.forward).parameters.values()
+    needed = [one.name for one in given if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    more = " and ".join(name for name in needed if name != "input_ids")
+    return f"its forward needs {more} with every text" if more else ""
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> ModelRefused:

@@ -81,7 +81,8 @@ def random_tokens(model: "PreTrainedModel", tokens: int, draw: Generator) -> lis
 
 def placeholder_of(model: "PreTrainedModel") -> int | None:
     """The token that stands for a row of an image; None: its config names none."""
-    return next((one for name in PLACEHOLDERS if isinstance(one := getattr(model.config, name, None), int)), None)
+    named = (one for name in PLACEHOLDERS if isinstance(one := getattr(model.config, name, None), int))
+    return next(named, (getattr(model.config, "vocabulary_map", None) or {}).get("<image>"))
 
 
 def embedding_rows(model: "PreTrainedModel") -> int:

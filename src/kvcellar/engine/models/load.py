@@ -257,7 +257,9 @@ def _loaded(
     assets = None if isinstance(text, str) else text
     stored = Counter((forms or {}).values())
     end_ids, parameters, notes = _end_ids(network), _count(network), (*notes, *defaults.notes)
-    about = (name, path, limits_of(network), end_ids, defaults.sampling, defaults.because)
+    with refusing(f"{type(network).__name__} cannot be served"):
+        limits = limits_of(network)
+    about = (name, path, limits, end_ids, defaults.sampling, defaults.because)
     return Loaded(*about, parameters, assets, why, notes, stored=stored, model=network)
 
 

@@ -84,10 +84,10 @@ def image_test(guest: Guest, vision: Vision, whole: Sequence[int], inputs: Mappi
     half = len(places) // 2
     spans = Span(places[0], places[half - 1] + 1), Span(places[half], places[-1] + 1)
     ids, n = ours[spans[0].start : spans[0].end], len(spans[0])
-    twice = {name: torch.cat([one, one]) for name, one in inputs.items() if one.dim()}
     with torch.inference_mode():
         own_attention(model)
-        reference = {0: vision.logits(ours, twice), 1: vision.logits(text, {})}
+        twice, logits = vision.of_two(ours, inputs)
+        reference = {0: logits, 1: vision.logits(text, {})}
         replay = _Replay(guest, Reference({0: ours, 1: text}, reference))
         features = vision.encode(ids, inputs)
     placed = vision.positions(ours, twice)

@@ -43,18 +43,29 @@ PLAIN = frozenset(  # what a decoder gets with text, too, or what our doors repl
 )  # fmt: skip
 
 
+Layers = Sequence[Tensor] | Mapping[int, Tensor]  # of the first layers, in order, or by the number of a layer
+
+
+class Mask(NamedTuple):
+    """The argument that says which rows are of images [1,T,*more]."""
+
+    name: str
+    more: torch.Size
+
+
 class Features(NamedTuple):
     """Of one image: what replaces embeddings [n,D], and by the names of the decoder's arguments what early layers get,
     [n,D] for each. `ahead`: its tokens see each other both ways."""
 
     rows: Tensor
-    layers: Mapping[str, tuple[Tensor, ...]]
-    mask: str | None  # the argument that says which rows are of images
+    layers: Mapping[str, Layers]
+    mask: Mask | None
     ahead: bool
 
     @property
     def bytes(self) -> int:
-        return self.rows.nbytes + sum(one.nbytes for several in self.layers.values() for one in several)
+        several = [one if isinstance(one, Mapping) else dict(enumerate(one)) for one in self.layers.values()]
+        return self.rows.nbytes + sum(one.nbytes for each in several for one in each.values())
 
 
 class ImageRows(NamedTuple):
@@ -62,8 +73,8 @@ class ImageRows(NamedTuple):
 
     rows: Tensor  # [k]
     features: Tensor  # [k,D]
-    layers: Mapping[str, Sequence[Tensor]]
-    mask: str | None
+    layers: Mapping[str, Layers]
+    mask: Mask | None
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, Features, int]], device: torch.device) -> "ImageRows | None":
@@ -71,12 +82,11 @@ class ImageRows(NamedTuple):
         if not parts:
             return None
         _, first, _ = parts[0]
-        layers = {
-            name: [
-                torch.stack([one.layers[name][layer][row] for _, one, row in parts]) for layer in range(len(several))
-            ]
-            for name, several in first.layers.items()
-        }
+
+        def stacked(name: str) -> Callable[[int], Tensor]:
+            return lambda layer: torch.stack([one.layers[name][layer][row] for _, one, row in parts])
+
+        layers = {name: _alike(several, stacked(name)) for name, several in first.layers.items()}
         features = torch.stack([one.rows[row] for _, one, row in parts])
         return cls(torch.tensor([place for place, _, _ in parts], device=device), features, layers, first.mask)
 
@@ -162,12 +172,12 @@ class Vision:
         embeds, places = arguments.get("inputs_embeds"), tokens[0] == self.placeholder
         if embeds is None:
             raise ModelRefused("its decoder gets no embeddings")
-        layers, mask = dict[str, tuple[Tensor, ...]](), None
+        layers, mask = dict[str, Layers](), None
         for name, value in arguments.items():
             if name in PLAIN or value is None or isinstance(value, bool | int | str):
                 continue
-            if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == tokens.shape:
-                mask = name
+            if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape[:2] == tokens.shape:
+                mask = Mask(name, value.shape[2:])
             elif (several := _by_layer(value, int(places.sum()))) is not None:
                 layers[name] = several
             else:
@@ -179,6 +189,19 @@ class Vision:
         tokens = torch.tensor([ids], device=self.model.device)
         given = self._arguments(self.accepts, tokens, {"attention_mask": torch.ones_like(tokens), **inputs})
         return self.model(**given, use_cache=False).logits[0].float()
+
+    def of_two(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """What the network gets for the same image twice, and its logits [T,V]. Pixels of several images are joined
+        along the first axis, or where its forward fails then, along the last one (patches in a row)."""
+        for axis in (0, -1):
+            axes = {name: axis if one.is_floating_point() else 0 for name, one in inputs.items()}
+            twice = {name: torch.cat([one, one], axes[name]) for name, one in inputs.items() if one.dim()}
+            try:
+                return twice, self.logits(ids, twice)
+            except (RuntimeError, ValueError, LookupError):
+                if axis:
+                    raise
+        raise AssertionError("unreachable")
 
     def _at_decoder(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         """What the decoder would get. The network stops there: see `_stopping`."""
@@ -193,12 +216,17 @@ class Vision:
         """Within the block, a forward calls `pause` where it may stop, and ends at its decoder. Steps find no hook: a
         recorded one would not call it."""
 
-        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = _first_layer(self.decoder)
+
+        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is first:
+                raise _AtDecoder({"inputs_embeds": args[0] if args else kwargs["hidden_states"]})
             names = inspect.signature(self.decoder.forward).parameters
             raise _AtDecoder(dict(zip(names, args, strict=False)) | kwargs)
 
         with ExitStack() as hooked:
-            hooked.callback(self.decoder.register_forward_pre_hook(stop, with_kwargs=True).remove)
+            entry = self.decoder if first is None else first
+            hooked.callback(entry.register_forward_pre_hook(stop, with_kwargs=True).remove)
             for block in self.blocks:
                 hooked.callback(block.register_forward_pre_hook(lambda *_: pause()).remove)
             yield
@@ -207,6 +235,15 @@ class Vision:
         types = (tokens == self.placeholder).long()
         given = {"input_ids": tokens, **dict.fromkeys(TYPES, types), **inputs}
         return {name: value for name, value in given.items() if name in names}
+
+    @torch.inference_mode()
+    def check_causal(self, ids: Sequence[int]) -> None:
+        """Raise `ModelRefused` if tokens of a prompt without images see those behind them, as those of a prefix do."""
+        door = _TowerDoor()
+        with opened(door), self._stopping(lambda: None):
+            self._at_decoder(torch.tensor([ids], device=self.model.device), {})
+        if door.ahead:
+            raise ModelRefused("all tokens of a prompt see each other both ways, so that none can be kept for another")
 
     @torch.inference_mode()
     def positions(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor | None:
@@ -227,14 +264,14 @@ class Vision:
             return embeddings.index_copy(1, step.rows, step.features[None].to(embeddings.dtype))
 
         def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            given: dict[str, Any] = {name: list(several) for name, several in step.layers.items()}
+            given: dict[str, Any] = dict(step.layers)
             if step.mask is not None:
                 ids: Tensor = (
                     kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
                 )
-                seen = torch.zeros(ids.shape[:2], dtype=torch.bool, device=ids.device)
+                seen = torch.zeros(ids.shape[:2] + step.mask.more, dtype=torch.bool, device=ids.device)
                 seen[:, step.rows] = True
-                given[step.mask] = seen
+                given[step.mask.name] = seen
             return args, {**kwargs, **given}
 
         hooks = [self.model.get_input_embeddings().register_forward_hook(replace)]
@@ -248,16 +285,21 @@ class Vision:
 
 
 def vision_of(model: "PreTrainedModel") -> Vision | None:
-    """How images enter the network; None if it does not see."""
-    config = model.config
-    if config.get_text_config(decoder=True) is config:
+    """How images enter the network; None if it does not see. Raises `ModelRefused` if its tokens cannot be served."""
+    accepts, placeholder = frozenset(inspect.signature(model.forward).parameters), placeholder_of(model)
+    if "pixel_values" not in accepts:
         return None
-    placeholder = placeholder_of(model)
-    if placeholder is None or getattr(config, "vision_config", None) is None:
-        return None
+    if placeholder is None:
+        raise ModelRefused("its config names no token that stands for a row of an image")
     decoder = model.get_decoder()
-    accepts = frozenset(inspect.signature(model.forward).parameters)
     return Vision(model, decoder, placeholder, accepts, _blocks(model, decoder))
+
+
+def _first_layer(decoder: nn.Module) -> nn.Module | None:
+    """Of a decoder that gets pixels itself, its first layer; None: it gets embeddings."""
+    if "pixel_values" not in inspect.signature(decoder.forward).parameters:
+        return None
+    return decoder.get_submodule("layers.0")
 
 
 def _blocks(model: "PreTrainedModel", decoder: nn.Module) -> list[nn.Module]:
@@ -285,9 +327,17 @@ def _rope_index(model: "PreTrainedModel") -> Any:
     return getattr(model, "get_rope_index", None) or getattr(inner, "get_rope_index", None)
 
 
-def _by_layer(value: Any, rows: int) -> tuple[Tensor, ...] | None:
+def _alike(several: Layers, made: Callable[[int], Tensor]) -> Layers:
+    """What is made of each layer, in the form of `several`."""
+    return (
+        {at: made(at) for at in several} if isinstance(several, Mapping) else [made(at) for at in range(len(several))]
+    )
+
+
+def _by_layer(value: Any, rows: int) -> Layers | None:
     """Features of early layers, [rows,D] each; None: it is something else."""
     stacked = isinstance(value, Tensor) and value.dim() == 3
-    several: tuple[Any, ...] = tuple(value) if stacked or isinstance(value, list | tuple) else ()
-    fits = several and all(isinstance(one, Tensor) and one.dim() == 2 and one.shape[0] == rows for one in several)
-    return tuple(one.clone() for one in several) if fits else None
+    several: Any = tuple(value) if stacked else value if isinstance(value, list | tuple | Mapping) else ()
+    each: Any = several.values() if isinstance(several, Mapping) else several
+    fits = several and all(isinstance(one, Tensor) and one.dim() == 2 and one.shape[0] == rows for one in each)
+    return _alike(several, lambda at: several[at].clone()) if fits else None

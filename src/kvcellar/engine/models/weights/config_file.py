@@ -124,7 +124,7 @@ def _check_fields(raw: Mapping[str, Any], *, depth: int) -> None:
         elif isinstance(value, list):
             for part in (part for part in value if isinstance(part, dict)):
                 _check_fields(part, depth=depth + 1)
-        elif value is not None:
+        elif value is not None and not (key == "head_dim" and value == 0 == raw.get("qk_rope_head_dim")):  # no rotation
             _check_field(key, value)
 
 

@@ -82,6 +82,10 @@ def _sizes(image: int, patch: int) -> dict[str, Any]:
     return {"vision_config": {"image_size": image, "patch_size": patch}}
 
 
+def _timm(architecture: str, **sizes: Any) -> dict[str, Any]:
+    return {"architecture": architecture, "model_args": sizes}
+
+
 def _rope(*sections: int) -> dict[str, Any]:
     return ROPE | {"mrope_section": list(sections)}
 
@@ -106,7 +110,15 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_vl_hybrid": _sizes(64, 16)
     | {"high_res_vision_config": {"num_hidden_layers": 3, "global_attn_indexes": [1]}},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32], "rope_parameters": _rope(3, 3, 2)}},
+    "fast_vlm": {
+        "vision_config": {"model_type": "timm_wrapper", "hidden_size": 256, "image_size": 64}
+        | _timm("fastvit_mci3", layers=[2, 2, 2, 2, 2], embed_dims=[8, 16, 32, 64, 128])
+    },
     "gemma3": _sizes(56, 14) | {"mm_tokens_per_image": 4},
+    "gemma3n": {"vision_config": _timm("mobilenetv5_300m_enc", channel_multiplier=0.1) | {"hidden_size": 2048}},
+    "gemma4_unified": {
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64}
+    },
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "qk_nope_head_dim": 16}},
     "granite4_vision": {
         "vision_feature_select_strategy": "full",
@@ -116,13 +128,33 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "hunyuan_vl": {"text_config": {"rope_parameters": _rope(2, 2, 2, 2)}},
     "idefics3": _sizes(56, 14) | {"scale_factor": 2},
+    "kimi_k25": {"projection_hidden_size": 64},
+    "llama4": over(_sizes(56, 14), {"vision_config": {"intermediate_size": 256, "projector_input_dim": 64}}),
     "smolvlm": _sizes(64, 16) | {"scale_factor": 2},
     "llava_next": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
     "llava_next_video": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
     "llava_onevision": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
-    "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
-    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": 64}},
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256, "audio_config": {"num_hidden_layers": 4}},
+    "nemotron_h_omni": {
+        "vision_config": {"video_temporal_patch_size": 2},
+        "vision_hidden_size": 64,
+        "audio_config": None,
+    },
+    "perception_lm": {
+        "vision_config": _timm(
+            "vit_pe_core_large_patch14_336",
+            embed_dim=64,
+            depth=2,
+            num_heads=4,
+            img_size=[56, 56],
+            ref_feat_shape=[4, 4],
+            global_pool="",
+            use_post_transformer_norm=False,
+        )
+        | {"model_type": "timm_wrapper", "image_size": 56}
+    },
     "qwen2_5_omni_thinker": {"audio_start_token_id": 61},
     "qwen3_omni_moe_thinker": {"audio_start_token_id": 61},
     "shieldgemma2": _sizes(56, 14) | {"mm_tokens_per_image": 4},
@@ -131,6 +163,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 ALIKE = {  # types without an image processor of their own
     "diffusion_gemma": "gemma4",
+    "fast_vlm": "llava",
     "glm4v_moe": "glm4v",
     "glm_ocr": "glm46v",
     "instructblipvideo": "instructblip",
@@ -210,16 +243,20 @@ def network_of(model_type: str, dtype: torch.dtype = torch.float32) -> PreTraine
     initialise(model, 0)
     if model.generation_config is not None:
         model.generation_config.do_sample = False
-    return model.to(dtype)
+    return model if dtype == torch.float32 else model.to(dtype)  # which would make complex tables real
+
+
+def image_processors(model_type: str) -> dict[str, str]:
+    """Names of the classes of its image processor, for Pillow ("pil") and "torchvision"; empty: it has none."""
+    entry = _MAPPED.get(ALIKE.get(model_type, model_type))
+    return {"pil": entry} if isinstance(entry, str) else entry or {}
 
 
 def processor_of(config: PreTrainedConfig) -> Any:
     """Its image processor, with the sizes of its tower."""
-    model_type = ALIKE.get(config.model_type, config.model_type)
-    if (entry := _MAPPED.get(model_type)) is None:
+    if not (names := image_processors(config.model_type)):
         raise LookupError("transformers maps no image processor to it")
-    names: dict[str, str] = entry if isinstance(entry, dict) else {"pil": entry}
-    processor = getattr(transformers, names["pil"])()
+    processor = getattr(transformers, names.get("pil") or names["torchvision"])()
     tower = getattr(config, "vision_config", None)
     for its, name in (
         ("patch_size", "patch_size"),
@@ -242,6 +279,8 @@ def processor_of(config: PreTrainedConfig) -> Any:
 def _resize(processor: Any, size: int) -> None:
     now = getattr(processor, "size", None)
     keys = set[str]() if now is None or isinstance(now, int) else set(dict(now))
+    if isinstance(getattr(processor, "tile_size", None), int):
+        processor.tile_size = size
     most = getattr(processor, "max_image_size", None)
     if isinstance(most, int):
         processor.max_image_size = size
@@ -262,7 +301,8 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
     """What its processor makes of an image, with as many rows as its features have."""
     made = processor(images=[image], return_tensors="pt")
     accepted = inspect.signature(model.forward).parameters
-    arrays = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
+    tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
+    arrays = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     owner: Any = model if hasattr(model, "get_image_features") else getattr(model, "model", None)
     if not hasattr(owner, "get_image_features"):
         raise LookupError("its network has no get_image_features")
@@ -286,6 +326,7 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
 
 def _rows(made: Any) -> int:
     found = getattr(made, "pooler_output", made)
+    found = made.last_hidden_state if found is None else found
     return sum(one.numel() // one.shape[-1] for one in (found if isinstance(found, list | tuple) else [found]))
 
 

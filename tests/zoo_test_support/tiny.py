@@ -111,5 +111,6 @@ def class_of(model_type: str) -> type[PreTrainedConfig]:
 
 
 def over(small: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    deep = {name: over(small[name], value) for name, value in own.items() if isinstance(small.get(name), dict)}
+    both = (name for name, value in own.items() if isinstance(small.get(name), dict) and isinstance(value, dict))
+    deep = {name: over(small[name], own[name]) for name in both}
     return small | own | deep

@@ -14,10 +14,14 @@ import pytest
 import transformers
 from transformers.models.auto import processing_auto
 
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.vision import vision_of
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.images.processing import Processor, _loaded
+from kvcellar.memory.attention.choose import backends
 from tests.images.files import picture
 from tests.images.made import NAMED, write_processor, write_tokenizer
+from tests.images.seeing import pictures_of
 from tests.images.test_types import check
 from tests.zoo_test_support.images import ALIKE, TYPES, image_processors, network_of
 
@@ -58,8 +62,10 @@ class ImageRow:
 def check_type(model_type: str) -> ImageRow:
     processor = _processor(model_type)
     try:
-        network_of(model_type)
+        pictures_of(model_type)
     except Exception as error:  # noqa: BLE001 - code of 97 types
+        if (why := _refusal(model_type)) is not None:
+            return ImageRow(model_type, "refused", processor, why)
         return ImageRow(model_type, "not tried", processor, _plainly(error))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         try:
@@ -69,8 +75,19 @@ def check_type(model_type: str) -> ImageRow:
         except AssertionError as error:
             return ImageRow(model_type, "wrong", processor, _plainly(error) or "its text is another one")
         except Exception as error:  # noqa: BLE001 - code of 97 types
-            return ImageRow(model_type, "not tried", processor, _plainly(error))
+            return ImageRow(model_type, "wrong", processor, _plainly(error))
     return ImageRow(model_type, "yes", processor)
+
+
+def _refusal(model_type: str) -> str | None:
+    """Why a network of this type takes no images, where that is known before it gets one."""
+    try:
+        guest = build_guest(network_of(model_type), backends())
+        return guest.not_seeing if vision_of(guest.model) is None else None
+    except ModelRefused as refused:
+        return _plainly(refused)
+    except Exception:  # noqa: BLE001 - code of 97 types; the network cannot be made
+        return None
 
 
 def _processor(model_type: str) -> str:

@@ -66,6 +66,7 @@ docs: $(VENV)/.dev ## generate the documents that are made from the code
 	$(BIN)/python scripts/source_map.py
 	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.models_page
+	PYTHONPATH=tests/images/beside:$(VENV)/vision $(BIN)/python -m scripts.models_page --images
 	$(BIN)/python -m tests.serve.faults.table
 
 bench: $(VENV)/.run ## measure kvcellar, part by part; a table, then one line of JSON (ARGS=--help lists the parts)
@@ -103,8 +104,10 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 	@$(PIP) --quiet -e .
 	@touch $@
 
+# Packages that some types of models need are in a folder of their own (tests/images/packages.py says why).
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "Installing kvcellar and its development tools into $(VENV)." >&2
 	@$(PIP) --quiet -e '.[dev]'
+	@$(PIP) --quiet --no-deps --upgrade --target $(VENV)/vision torchvision timm scipy
 	@$(PIP) --quiet -e '.[cluster]' || echo "Ray cannot be installed here: the tests that need it are skipped." >&2
 	@touch $(VENV)/.run $@

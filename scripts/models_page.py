@@ -3,6 +3,9 @@
 A tiny random model of each type is served and verified as `kvcellar verify` does. For those that work, the steps are
 recorded as an engine does it, and bits compared, in bfloat16. With types as arguments, their rows are printed, and
 nothing is written. It needs a C++ compiler.
+
+`--images` makes the section on images (`images_section`) and leaves the rest as it is; with types after it, only their
+rows are made again.
 """
 
 import os
@@ -29,7 +32,10 @@ from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.memory.attention.choose import backends
 from kvcellar.verify.bits import same_bits
 from kvcellar.verify.run import Report, verify
+from scripts.images_section import HEADING, check_type, ordered, rows_of
+from scripts.images_section import render as render_images
 from tests.zoo import ARCHS
+from tests.zoo_test_support.images import TYPES as IMAGE_TYPES
 from tests.zoo_test_support.sweep import NO_MODEL, of_type
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -209,8 +215,20 @@ def _grouped(title: str, reasons: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"## {title}\n", *lines, ""]
 
 
+def write_images(names: Sequence[str]) -> None:
+    text, _, section = PAGE.read_text().partition(HEADING)
+    rows = rows_of(section)
+    for number, model_type in enumerate(names or IMAGE_TYPES, start=1):
+        rows[model_type] = check_type(model_type)
+        print(f"{number} {rows[model_type]}", file=sys.stderr, flush=True)
+        PAGE.write_text(f"{text.rstrip()}\n\n{render_images(ordered(rows))}")
+
+
 def main(names: Sequence[str]) -> int:
     torch.set_num_threads(1)
+    if names[:1] == ["--images"]:
+        write_images(names[1:])
+        return 0
     try:
         StepKernel(os.environ)
     except NotCompiled as error:
@@ -224,7 +242,8 @@ def main(names: Sequence[str]) -> int:
         else:
             print(f"{number}/{len(TYPES)} {rows[-1]}", file=sys.stderr, flush=True)
     if not names:
-        PAGE.write_text(render(rows))
+        _, heading, section = PAGE.read_text().partition(HEADING)
+        PAGE.write_text(f"{render(rows)}{heading}{section}")
         print(f"wrote docs/{PAGE.name}")
     return 0
 

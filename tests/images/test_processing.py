@@ -103,15 +103,6 @@ def test_an_image_of_too_many_tokens_is_refused_by_its_size(tmp_path):
         Processor(folder, "m", placeholder, 50).process(picture())
 
 
-def test_a_processor_that_needs_torchvision_is_refused_with_what_to_install(tmp_path):
-    write_tokenizer(tmp_path)
-    write_processor(
-        tmp_path, "lfm2_vl", {"processor_class": "Lfm2VlProcessor"}, {"image_processor_type": "Lfm2VlImageProcessor"}
-    )
-    with pytest.raises(ModelRefused, match=r"Lfm2VlProcessor.*Install torchvision"):
-        Processor(tmp_path, "m", 4, 100)
-
-
 @pytest.mark.parametrize(
     ("named", "reason"),
     [

@@ -1,10 +1,14 @@
 """Types of models that see: whole engines draw the tokens of the networks' own forward, with images and without."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from kvcellar.errors import ModelRefused
 from kvcellar.images.image import ImageInput
+from tests.images.packages import PACKAGES, environment
 from tests.images.seeing import Pictures, engine_of, images_in, pictures_of, submitted
 
 QUICK = ("llava", "gemma3", "qwen2_vl", "qwen3_vl", "lfm3_vl", "idefics3", "mistral3", "vipllava")
@@ -16,6 +20,10 @@ SLOW = (
     "llava_next_video", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "mistral_large4", "ovis2", "paddleocr_vl",
     "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
     "qwen3_omni_moe_thinker", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava",
+)  # fmt: skip
+MORE = (  # of networks or image processors that need the packages in `PACKAGES`
+    "cohere2_vision", "fast_vlm", "gemma3n", "inkling2", "inkling_mm_model", "kimi_k25", "lfm2_vl", "llama4",
+    "minimax_m3_vl", "muse_glimmer", "muse_spark", "nemotron_h_omni", "perception_lm", "step3p7",
 )  # fmt: skip
 TYPES = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
 
@@ -32,16 +40,14 @@ def _mixed(pictures: Pictures) -> list[list[list[int] | ImageInput]]:
     ]
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_greedy_text_is_that_of_the_own_forward(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, in one batch with text alone, with two completions, and again from memory."""
     pictures = pictures_of(model_type)
     prompts = _mixed(pictures)
     expected = [pictures.greedy(*parts) for parts in prompts]
     with engine_of(pictures, tmp_path, monkeypatch, step_tokens=max(16, pictures.one.rows + 3)) as engine:
-        assert engine._built.guest.vision is not None, engine._built.guest.not_seeing
+        if engine._built.guest.vision is None:
+            raise ModelRefused(engine._built.guest.not_seeing)
         asked = [(pictures.prompt(*parts), images_in(parts)) for parts in prompts]
         cold = [one.result() for one in [submitted(engine, *one, n=2) for one in asked]]
         for result, tokens in zip(cold, expected, strict=True):
@@ -62,3 +68,21 @@ def test_greedy_text_is_that_of_the_own_forward(
                 wanted = [each.logprob for each in one.logprobs]
                 assert [each.logprob for each in other.logprobs] == pytest.approx(wanted, abs=1e-4)
         assert seeing.encoded == 2
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_greedy_text_is_that_of_the_own_forward(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(model_type, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PACKAGES.is_dir(), reason="torchvision, timm and scipy are not there: `make .venv/.dev`")
+@pytest.mark.parametrize("model_type", MORE)
+def test_types_that_need_more_packages(model_type: str) -> None:
+    """In a process that has them."""
+    code = f"from scripts.images_section import check_type; print(check_type({model_type!r}))"
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900, check=True)
+    assert run.stdout.splitlines()[-1].startswith(f"| {model_type} | yes |")

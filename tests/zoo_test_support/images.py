@@ -82,6 +82,10 @@ def _sizes(image: int, patch: int) -> dict[str, Any]:
     return {"vision_config": {"image_size": image, "patch_size": patch}}
 
 
+def _timm(architecture: str, **sizes: Any) -> dict[str, Any]:
+    return {"architecture": architecture, "model_args": sizes}
+
+
 def _rope(*sections: int) -> dict[str, Any]:
     return ROPE | {"mrope_section": list(sections)}
 
@@ -136,6 +140,10 @@ OWN: dict[str, dict[str, Any]] = {
         "vq_config": {"codebook_size": 26, "base_channels": 32, "hidden_size": 128},
     },
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32], "rope_parameters": _rope(3, 3, 2)}},
+    "fast_vlm": {
+        "vision_config": {"model_type": "timm_wrapper", "hidden_size": 256, "image_size": 64}
+        | _timm("fastvit_mci3", layers=[2, 2, 2, 2, 2], embed_dims=[8, 16, 32, 64, 128])
+    },
     "gemma3": _sizes(56, 14) | {"mm_tokens_per_image": 4},
     "fuyu": {"text_config": {"head_dim": 16}},
     "gemma4": {
@@ -148,6 +156,10 @@ OWN: dict[str, dict[str, Any]] = {
             "head_dim": 16,
             "position_embedding_size": 128,
         },
+    },
+    "gemma3n": {"vision_config": _timm("mobilenetv5_300m_enc", channel_multiplier=0.1) | {"hidden_size": 2048}},
+    "gemma4_unified": {
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64}
     },
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "qk_nope_head_dim": 16}},
     "granite4_vision": {
@@ -162,15 +174,35 @@ OWN: dict[str, dict[str, Any]] = {
     "granite_docling": _sizes(64, 16),
     "hunyuan_vl": {"text_config": {"rope_parameters": _rope(2, 2, 2, 2)}},
     "idefics3": _sizes(56, 14) | {"scale_factor": 2},
+    "kimi_k25": {"projection_hidden_size": 64},
+    "llama4": over(_sizes(56, 14), {"vision_config": {"intermediate_size": 256, "projector_input_dim": 64}}),
     "smolvlm": _sizes(64, 16) | {"scale_factor": 2},
     "llava_next": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
     "llava_next_video": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
     "llava_onevision": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
     "minicpmv4_6": {"insert_layer_id": 0},
     "minicpmv4_7": {"insert_layer_id": 0},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
-    "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
-    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": 64}},
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256, "audio_config": {"num_hidden_layers": 4}},
+    "nemotron_h_omni": {
+        "vision_config": {"video_temporal_patch_size": 2},
+        "vision_hidden_size": 64,
+        "audio_config": None,
+    },
+    "perception_lm": {
+        "vision_config": _timm(
+            "vit_pe_core_large_patch14_336",
+            embed_dim=64,
+            depth=2,
+            num_heads=4,
+            img_size=[56, 56],
+            ref_feat_shape=[4, 4],
+            global_pool="",
+            use_post_transformer_norm=False,
+        )
+        | {"model_type": "timm_wrapper", "image_size": 56}
+    },
     "qwen2_5_omni_thinker": {"audio_start_token_id": 61},
     "qwen3_omni_moe_thinker": {"audio_start_token_id": 61},
     "shieldgemma2": _sizes(56, 14) | {"mm_tokens_per_image": 4},
@@ -179,6 +211,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 ALIKE = {  # types without an image processor of their own
     "diffusion_gemma": "gemma4",
+    "fast_vlm": "llava",
     "glm4v_moe": "glm4v",
     "glm_ocr": "glm46v",
     "instructblipvideo": "instructblip",
@@ -258,7 +291,13 @@ def network_of(model_type: str, dtype: torch.dtype = torch.float32) -> PreTraine
     initialise(model, 0)
     if model.generation_config is not None:
         model.generation_config.do_sample = False
-    return model.to(dtype)
+    return model if dtype == torch.float32 else model.to(dtype)  # which would make complex tables real
+
+
+def image_processors(model_type: str) -> dict[str, str]:
+    """Names of the classes of its image processor, for Pillow ("pil") and "torchvision"; empty: it has none."""
+    entry = _MAPPED.get(ALIKE.get(model_type, model_type))
+    return {"pil": entry} if isinstance(entry, str) else entry or {}
 
 
 PROCESSORS: dict[str, dict[str, Any]] = {  # settings of image processors that are not sizes of a tower
@@ -274,11 +313,9 @@ PROCESSORS: dict[str, dict[str, Any]] = {  # settings of image processors that a
 
 def processor_of(config: PreTrainedConfig) -> Any:
     """Its image processor, with the sizes of its tower."""
-    model_type = ALIKE.get(config.model_type, config.model_type)
-    if (entry := _MAPPED.get(model_type)) is None:
+    if not (names := image_processors(config.model_type)):
         raise LookupError("transformers maps no image processor to it")
-    names: dict[str, str] = entry if isinstance(entry, dict) else {"pil": entry}
-    processor = getattr(transformers, names["pil"])()
+    processor = getattr(transformers, names.get("pil") or names["torchvision"])()
     tower = getattr(config, "vision_config", None)
     for its, name in (
         ("patch_size", "patch_size"),
@@ -303,6 +340,8 @@ def processor_of(config: PreTrainedConfig) -> Any:
 def _resize(processor: Any, size: int) -> None:
     now = getattr(processor, "size", None)
     keys = set[str]() if now is None or isinstance(now, int) else set(dict(now))
+    if isinstance(getattr(processor, "tile_size", None), int):
+        processor.tile_size = size
     most = getattr(processor, "max_image_size", None)
     if isinstance(most, int):
         processor.max_image_size = size
@@ -326,7 +365,8 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
         patches = torch.as_tensor(processor.patchify_image(np.asarray(made["images"][0][0])))
         made = {"pixel_values": patches.flatten(0, -2)}
     accepted = inspect.signature(model.forward).parameters
-    arrays = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
+    tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
+    arrays = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     owner: Any = model if hasattr(model, "get_image_features") else getattr(model, "model", None)
     if not hasattr(owner, "get_image_features"):
         raise LookupError("its network has no get_image_features")

@@ -23,8 +23,11 @@ from kvcellar.worker import serve
 def opened(setup: Setup) -> Callable[[Raw], ProcessedImage]:
     Image.MAX_IMAGE_PIXELS = None  # sizes are checked by `opened_image`, which says what is allowed
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
-    from kvcellar.images.processing import Processor  # not at the top: it reads the environment
+    import torch  # not at the top: it reads the environment
 
+    from kvcellar.images.processing import Processor
+
+    torch.set_num_threads(1)  # a fork would wait for threads that it does not have
     try:
         processor = Processor(setup.folder, setup.model, setup.placeholder, setup.most_rows)
     except ModelRefused as error:

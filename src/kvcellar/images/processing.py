@@ -1,15 +1,16 @@
 """processing: what a model gets of an image: the arrays and the text that its processor in transformers makes.
 
-The class is transformers', of the files of the model: its image processor in the variant for Pillow (another one needs
-torchvision, which is not required), and what stands for one image in a prompt is written by `replace_image_token`, with
-which it expands prompts itself. Processors of video and audio are not made: they need other packages, and the text of
-an image does not depend on them.
+The class is transformers', of the files of the model: its image processor in the variant for Pillow, else in that for
+torchvision, where that is installed, and what stands for one image in a prompt is written by `replace_image_token`,
+with which it expands prompts itself. Processors of video and audio are not made: they need other packages, and the text
+of an image does not depend on them.
 
 Only a process that decodes images imports this (`preparing`).
 """
 
 import hashlib
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 import transformers
 from PIL import Image
+from transformers.image_processing_backends import TorchvisionBackend
 from transformers.models.auto import processing_auto
 
 from kvcellar.errors import BadRequest, ModelRefused
@@ -62,6 +65,7 @@ class Processor:
         the reason, if its processor cannot be used."""
         self._placeholder, self._most = placeholder, most_rows
         self._processor: Any = _loaded(folder)
+        self._tensors = isinstance(self._processor.image_processor, TorchvisionBackend)
         self._made_for = self._identity(model)
 
     def check_rows(self, width: int, height: int) -> None:
@@ -74,9 +78,12 @@ class Processor:
         """Raises `BadRequest` if the processor does not take such an image."""
         processor, size = self._processor, image.size
         try:
-            merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="np")
+            kind = "pt" if self._tensors else "np"  # bfloat16, as some make of an image, is no type of NumPy
+            merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors=kind)
             images = processor.prepare_inputs_layout(images=[image], text=None)[0]
-            made, texts = processor._process_images(images, **merged["images_kwargs"])
+            named = inspect.signature(processor._process_images).parameters.values()
+            own = {one.name: merged[one.name] for one in named if one.name in merged and one.kind != one.VAR_KEYWORD}
+            made, texts = processor._process_images(images, **own, **merged["images_kwargs"])
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - code of 97 classes
@@ -125,7 +132,8 @@ class Processor:
         processor = self._processor
         settings = [json.loads(one.to_json_string()) for one in (processor, processor.image_processor)]
         kinds = [f"{type(one).__module__}.{type(one).__name__}" for one in (processor, processor.image_processor)]
-        versions = [version(package) for package in ("transformers", "pillow")]
+        packages = ("transformers", "torch", "torchvision") if self._tensors else ("transformers", "pillow")
+        versions = [version(package) for package in packages]
         return json.dumps([model, self._placeholder, kinds, settings, versions], sort_keys=True).encode()
 
 
@@ -193,13 +201,14 @@ def _part(kind: Any, name: str, path: str) -> Any:
             raise
         raise ModelRefused(
             f"its image processor ({kind.__name__}) needs torchvision: transformers has no variant of it for Pillow. "
-            f"Install torchvision in the version that fits torch"
+            f"Install kvcellar[images], with torchvision in the version and build that fit torch {torch.__version__}"
         ) from None
 
 
 def _array(name: str, value: Any) -> ImageArray | None:
     """None: no array of numbers."""
     try:
+        value = value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         found = np.ascontiguousarray(value)
     except (ValueError, TypeError):
         return None

@@ -137,7 +137,6 @@ class Engine:
         self._codec = TextCodec(
             card.text, open_replies(self.documents, tokenizer), images_of(card, settings.image_hosts)
         )
-        self.images = self._codec.images  # of chats
         self._requests = RequestBuilder(client, self._codec)
         # what sessions were saved as, by name; it outlives the engine where that has a store
         self.conversations: Conversations = open_conversations(self.documents, self.model, tokenizer)

@@ -26,6 +26,7 @@ from tests.images.test_types import check
 from tests.zoo_test_support.images import ALIKE, TYPES, image_processors, network_of
 
 HEADING = "\n## Images\n"
+NOT_YET = "not yet"
 HEAD = """\
 
 *Made by `python -m scripts.models_page --images`, with transformers {version}. Tests repeat a sample of it.*
@@ -37,7 +38,7 @@ one batch, with two completions each, and again from memory. The column *process
 stands for an image in a prompt, with a tokenizer of bytes and the default settings of the class: whether it takes a
 picture, and with Pillow or torchvision. A model needs both. `kvcellar doctor` says whether yours has them.
 
-**{works} of {all} types work, with {processors} of their processors.**
+**{works} of {all} types work, with {processors} of their processors; {left} have not been run yet.**
 
 Audio and video are refused by name, at every door. What is missing: their files are not decoded; a video's frames have
 positions in time, of which the seam passes only those of an image; and sound has placeholders, towers and processors
@@ -137,7 +138,10 @@ def render(rows: Iterable[ImageRow]) -> str:
     found = list(rows)
     works = [row for row in found if row.how == "yes"]
     processors = sum(row.processor in ("Pillow", "torchvision") for row in works)
-    head = HEAD.format(version=transformers.__version__, works=len(works), all=len(found), processors=processors)
+    left = sum(row.why == NOT_YET for row in found)
+    head = HEAD.format(
+        version=transformers.__version__, works=len(works), all=len(found), processors=processors, left=left
+    )
     table = "| type | network | processor | why not |\n" + "| --- " * 4 + "|"
     return "\n".join([HEADING.strip("\n"), head, table, *map(str, found)]) + "\n"
 
@@ -151,4 +155,4 @@ def rows_of(section: str) -> dict[str, ImageRow]:
 
 
 def ordered(rows: Mapping[str, ImageRow]) -> Sequence[ImageRow]:
-    return [rows.get(one, ImageRow(one, "not tried", "", "not yet")) for one in sorted(TYPES)]
+    return [rows.get(one, ImageRow(one, "not tried", "", NOT_YET)) for one in sorted(TYPES)]

@@ -158,6 +158,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     str: texts,
     bool: st.booleans(),
     bytes: st.binary(max_size=8),
+    memoryview: st.binary(max_size=8).map(memoryview),
     NoneType: st.none(),
     Path: st.sampled_from([Path("/models/a b"), Path("relative"), Path("/not-\udcff-unicode")]),
     Exception: st.sampled_from(ERRORS),

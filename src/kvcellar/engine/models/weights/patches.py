@@ -36,7 +36,7 @@ def multiply_patches(network: nn.Module) -> None:
     """Replace such convolutions in place; the weights stay where they are."""
     for name, module in [*network.named_modules()]:
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-        if type(module) in (nn.Conv2d, nn.Conv3d) and not hooked and _apart(module):
+        if isinstance(module, nn.Conv2d | nn.Conv3d) and not hooked and _apart(module):
             parent, _, leaf = name.rpartition(".")
             setattr(network.get_submodule(parent), leaf, Patches(module))
 
@@ -45,4 +45,5 @@ def _apart(convolution: nn.Conv2d | nn.Conv3d) -> bool:
     """Whether each input is read once, and by all outputs."""
     padded = convolution.padding != "valid" and any(one != 0 for one in convolution.padding)
     plain = convolution.groups == 1 and all(one == 1 for one in convolution.dilation) and not padded
-    return plain and convolution.kernel_size == convolution.stride and prod(convolution.kernel_size) > 1
+    exact = type(convolution) in (nn.Conv2d, nn.Conv3d)  # a subclass may compute something else
+    return exact and plain and convolution.kernel_size == convolution.stride and prod(convolution.kernel_size) > 1

@@ -29,7 +29,7 @@ HEADING = "\n## Images\n"
 NOT_YET = "not yet"
 HEAD = """\
 
-*Made by `python -m scripts.models_page --images`, with transformers {version}. Tests repeat a sample of it.*
+*Made by `python -m scripts.models_page --images`, with transformers {version}. Tests repeat each row that says yes.*
 
 Every type of `AutoModelForImageTextToText`. The column *network* is of a tiny random network in float32, in a whole
 engine, with arrays that the type's image processor makes of two drawn pictures: greedy texts of five prompts (an image
@@ -57,7 +57,8 @@ class ImageRow:
     why: str = ""
 
     def __str__(self) -> str:
-        return f"| {self.model_type} | {self.how} | {self.processor} | {self.why.replace('|', '/')} |"
+        said = (text.replace("|", "/") for text in (self.processor, self.why))
+        return " | ".join((f"| {self.model_type}", self.how, *said)) + " |"
 
 
 def check_type(model_type: str) -> ImageRow:
@@ -129,6 +130,7 @@ def _plainly(error: Exception) -> str:
         (r"the model's processor takes no image of 200 x 120 pixels: ", "raises "),
         (r"its processor cannot be made of its files: ", "raises "),
         (r" in your environment\..*", ""),
+        (r", Model type should be one of.*|\. Model type should be one of.*", ""),
     ):
         text = re.sub(pattern, plain, text)
     return text.strip()[:240]

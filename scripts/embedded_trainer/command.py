@@ -46,6 +46,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--head-steps", type=positive, default=HEAD_STEPS, help="of the head (default %(default)s)")
     parser.add_argument("--head-rate", type=float, default=HeadRecipe(steps=1).rate, help="that of the head")
     parser.add_argument("--vision-steps", type=positive, default=VISION_STEPS, help="of the model that sees")
+    parser.add_argument("--vision-rate", type=float, default=VisionRecipe(steps=1).rate, help="that of the same")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stdlib", type=Path, default=standard_library(), help="folder to learn from")
     parser.add_argument("--licence", type=Path, help="that library's licence (default: LICENSE.txt in its folder)")
@@ -129,7 +130,7 @@ def vision_stage(given: argparse.Namespace) -> None:
     if given.measure:
         print(measure(out))
         return
-    task = VisionTask(VisionRecipe(steps=given.vision_steps, seed=given.seed))
+    task = VisionTask(VisionRecipe(steps=given.vision_steps, rate=given.vision_rate, seed=given.seed))
     run = Run(task, given.work / "vision", torch.float32)
     if not given.export_only:
         run.train(minutes=given.minutes)

@@ -86,7 +86,6 @@ def test_without_a_picture_it_says_so(engine: Engine) -> None:
     assert engine.chat([{"role": "user", "content": "What is this?"}], **GREEDY).text == "there is no picture"
 
 
-def test_it_answers_on_the_command_line(tmp_path: Path) -> None:
-    squares().save(tmp_path / "squares.png")
-    found = kvcellar("run", SEEING, "--image", str(tmp_path / "squares.png"), "What is this?")
+def test_it_answers_on_the_command_line() -> None:
+    found = kvcellar("run", SEEING, "--image", str(Path(__file__).parents[2] / "docs" / "squares.png"), "What is this?")
     assert (found.code, found.out.strip()) == (0, "three red squares"), found.err

@@ -31,6 +31,7 @@ EMBEDDED = ROOT / "src/kvcellar/engine/models/embedded"
 PAGES = sorted((ROOT / "docs/howto").glob("*.md"))
 NEEDS = {
     "a hub": "kvcellar pull",
+    "a package index": "pip install",
     "a GGUF file": ".gguf",
     "systemd": "systemd",
     "a container runtime": "docker",

@@ -61,10 +61,10 @@ def test_another_process_reads_it() -> None:
             os.write(theirs, bytes([received(decode(message, ImageInput)) == image()]))
         finally:
             os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(ours, 1) == b"\1"
-    os.close(ours)
     os.close(theirs)
+    assert os.read(ours, 1) == b"\1"
+    os.waitpid(child, 0)
+    os.close(ours)
 
 
 def test_the_engine_of_another_process_gets_the_arrays_of_a_prompt() -> None:

@@ -5,11 +5,12 @@ import re
 import pytest
 import torch
 
+from scripts.images_section import HEADING
 from scripts.models_page import PAGE, TYPES, Row, check, render
 from tests.own_layers import need_own_layers
 from tests.zoo_test_support.sweep import NO_MODEL
 
-TEXT = PAGE.read_text()
+TEXT = PAGE.read_text().partition(HEADING)[0]
 ROWS = dict(re.findall(r"^\| (\S+) \| (flat|solo|refused|wrong|not tested) \|", TEXT, re.M))
 SAMPLE = ("bloom", "gemma3n", "llama", "recurrent_gemma")
 MORE = ("camembert", "gpt2", "lfm2", "llama4_text")

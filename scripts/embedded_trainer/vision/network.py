@@ -1,7 +1,6 @@
 """The network that sees, as transformers has it: a SigLIP tower and a Llama, joined by a projector (Llava); its
 tokenizer, its chat template and the settings of its processor."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +148,3 @@ def _image_processor_config() -> dict[str, Any]:
         "image_std": half,
         "do_convert_rgb": True,
     }
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "manifest.json").read_text())

@@ -28,6 +28,7 @@ from .task import HELD_OUT, VisionTask, network_of
 log = logging.getLogger(__name__)
 
 PICTURES = 500  # of a measurement
+_OF_TEXT = ("step_tokens", "window", "long_window", "long_share", "test_share")  # of a recipe, and of no effect here
 _GREEDY: Any = {"max_tokens": 24, "temperature": 0.0}
 
 
@@ -91,13 +92,13 @@ def _described(run: Run, task: VisionTask) -> dict[str, Any]:
     progress = run.progress
     return {
         "parameters": sum(weight.numel() for weight in network_of(run.optimiser.masters).values()),
-        "recipe": asdict(task.recipe),
+        "recipe": {name: given for name, given in asdict(task.recipe).items() if name not in _OF_TEXT},
         "steps_done": progress.step,
         "seconds": round(progress.seconds),
         "machine": machine(),
         "torch": torch.__version__,
         "pillow": PIL.__version__,
-        "looks": [asdict(look) for look in progress.looks],
+        "looks": [{name: given for name, given in asdict(look).items() if name != "tokens"} for look in progress.looks],
     }
 
 
@@ -158,6 +159,8 @@ def render(record: dict[str, Any]) -> str:
         table(["question", "right"], kinds),
         "Descriptions, by the number of things and groups:",
         table(["things in groups", "right"], things),
+        "## Licence",
+        "Apache-2.0, as kvcellar: it was trained on drawn pictures and written sentences alone.",
         "## While training",
         "Nats per token of answers; held out is without what is learned at the tower.",
         table(["steps", "minutes", "trained on", "held out"], looks),

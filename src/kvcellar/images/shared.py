@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from kvcellar.errors import EngineFailed
 from kvcellar.images.image import FilePlace, ImageInput
 
-LEAST = 2 << 20  # bytes; to send so many takes 7 ms
+LEAST = 2 << 20  # bytes
 _ALIGNED = 64  # bytes
 
 

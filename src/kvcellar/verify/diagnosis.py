@@ -17,7 +17,7 @@ from kvcellar.engine.load.in_library import located
 from kvcellar.engine.load.machine import threads_of
 from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.models.generation_defaults import SAMPLING
-from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.guest import TEXT_ONLY, Guest
 from kvcellar.engine.models.input_limits import context_reason
 from kvcellar.engine.models.quantize.kinds import DENSE, QUANTISED
 from kvcellar.engine.models.quantize.measuring import measure_harm
@@ -286,6 +286,10 @@ def _notes(built: Built) -> list[str]:
         notes.append("no chat template: it completes text, and messages are refused")
     else:
         notes.append(Replies(TextCodec(card.text)).described)
+    if built.guest.vision is not None:
+        notes.append("images: yes, its logits with them are those of its own forward")
+    elif built.guest.not_seeing != TEXT_ONLY:
+        notes.append(f"images: no, {built.guest.not_seeing}")
     notes += _limits(built.guest)
     notes += _latents(built.guest)
     notes.append(_recording(built.guest))

@@ -32,7 +32,7 @@ class Sliced(Generic[T]):
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._until = self._before = 0.0  # the end of the slice, and when the part that runs began
-        self._ended = False
+        self._ended = self._over = False  # it is not to go on; its work is done
         self._result: T | None = None
         self._error: BaseException | None = None
 
@@ -49,6 +49,8 @@ class Sliced(Generic[T]):
             self._until = self._before + seconds
             self._go.release()
             self._stopped.acquire()
+            if self._over:
+                self._thread.join()
         error, self._error = self._error, None
         if error is None:
             return self._result
@@ -84,4 +86,5 @@ class Sliced(Generic[T]):
             pass
         except BaseException as error:  # noqa: BLE001 - raised by `run`
             self._error = error
+        self._over = True
         self._stopped.release()

@@ -191,10 +191,11 @@ A, B, C = ([FIRST + 10 * n, FIRST + 10 * n + 1] for n in (1, 2, 3))  # rows of i
         ([1, 2, *A, 3], [1, 2, *B, 3], "image 1: another image"),
         ([1, 2, *A, 3], [1, 2, 9, 9], ""),
         ([1, 2, *A, 3], [1, 2, 9, *B, 9], ""),
-        ([1, 2, *A, 3], [1, 2, 9, *A, 9], "image 1: the same image, after another text"),
+        ([1, 2, *A, 3], [1, 2, 9, *A, 9], "image 1: the same image, after other tokens"),
+        ([1, *B, *A, 3], [1, 5, *A, 9], "image 1: the same image, after other tokens"),
         ([1, 2, 3, 4], [1, 2, *A, 9], "image 1: there was none"),
         ([*A, 1, *B, 2, *C], [*A, 1, *C, 2, *B], "image 2: another image"),
-        ([*A, 1, *B, 2, *C], [*A, 1, 5, *C, 2], "image 2: the same image, after another text"),
+        ([*A, 1, *B, 2, *C], [*A, 1, 5, *C, 2], "image 2: the same image, after other tokens"),
         ([*A, 1, 2], [*A, 3, 4], ""),
     ],
 )

@@ -67,10 +67,11 @@ def test_another_process_reads_it() -> None:
     os.close(ours)
 
 
-def test_the_engine_of_another_process_gets_the_arrays_of_a_prompt() -> None:
+@pytest.mark.parametrize("shares", [True, False])
+def test_only_an_engine_that_its_front_end_has_started_opens_its_memory(shares: bool) -> None:
     ours, theirs = socket.socketpair()
     taken = list[Submission]()
-    front = FrontEnd(Link(theirs, ToEngine), Pools())
+    front = FrontEnd(Link(theirs, ToEngine), Pools(), shares_memory=shares)
     client: Any = SimpleNamespace(number=lambda: 7, submit=lambda submission, _: taken.append(submission))
     front.client = client
     asked = Submission(number=1, prompt=b"", params=SamplingParams(), seed=1, images=(shareable(image()),))
@@ -80,7 +81,7 @@ def test_the_engine_of_another_process_gets_the_arrays_of_a_prompt() -> None:
     ours.close()
     theirs.close()
     assert sent.images[0].place is not None
-    assert [(one.number, one.images) for one in taken] == [(7, (image(),))]
+    assert [(one.number, one.images) for one in taken] == ([(7, (image(),))] if shares else [])
 
 
 def test_small_images_are_in_messages() -> None:

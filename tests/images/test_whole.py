@@ -89,7 +89,7 @@ def test_why_names_the_image_that_is_not_as_it_was(engine: Engine) -> None:
     assert moved is not None
     assert again is not None
     assert (other.reason, other.image) == ("diverged", "message 2, image 2: another image")
-    assert (moved.reason, moved.image) == ("diverged", "message 2, image 1: the same image, after another text")
+    assert (moved.reason, moved.image) == ("diverged", "message 2, image 1: the same image, after other tokens")
     assert (again.reason, again.image) == ("all", "")
     ids = engine.render([*said, *user(picture(seed=4), "what?")])
     collector = Collector(1)

@@ -13,7 +13,7 @@ Always true:
 import base64
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from kvcellar.errors import BadRequest
@@ -61,6 +61,7 @@ class ChatImages:
         found, taken, places = list[ProcessedImage](), list[Message](), list[tuple[int, int]]()
         for at, message in enumerate(messages):
             taken.append(self._taken(message, f"messages[{at}]", found))
+            _check_sent(image.input for image in found)
             places += [(at, number) for number in range(len(found) - len(places))]
         if not found:
             return taken, NO_IMAGES
@@ -96,12 +97,7 @@ class ChatImages:
         with self._lock:
             if any(not {(namespace, one.digest), ("", one.digest)} & self._seen.keys() for one in found):
                 raise BadRequest("prompt has rows of images that are not known; send the images in messages", "prompt")
-        if (size := sum(one.bytes for one in found)) > MOST_SENT:
-            raise BadRequest(
-                f"the images of a prompt have {size} bytes as the model gets them; {MOST_SENT} are allowed. Send "
-                f"fewer, or smaller ones",
-                "messages",
-            )
+        _check_sent(found)
         return found
 
     def begun_in(self, ids: Sequence[int]) -> list[tuple[int, ProcessedImage]]:
@@ -156,3 +152,12 @@ def _portable_parts(content: Sequence[Any]) -> Iterator[Any]:
         else:
             file = base64.b64encode(file_of(source, Fetcher(()))).decode()
             yield {"type": "image", "image": f"data:image/*;base64,{file}"}
+
+
+def _check_sent(images: Iterable[ImageInput]) -> None:
+    if (size := sum(one.bytes for one in images)) > MOST_SENT:
+        raise BadRequest(
+            f"the images of a prompt have {size} bytes as the model gets them; {MOST_SENT} are allowed. Send fewer, or "
+            f"smaller ones",
+            "messages",
+        )

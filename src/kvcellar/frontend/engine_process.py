@@ -66,7 +66,7 @@ class EngineProcess:
     """The engine of this process, and its front end."""
 
     def __init__(self, link: Link[ToEngine]) -> None:
-        self._link, self._front = link, FrontEnd(link, Pools())
+        self._link, self._front = link, FrontEnd(link, Pools(), shares_memory=True)
         self._outbox = self._front.outbox
         self._ended = threading.Event()  # the front end has gone
 

@@ -47,7 +47,7 @@ from kvcellar.engine.messages import (
     ToEngine,
     Wanted,
 )
-from kvcellar.errors import EngineFailed
+from kvcellar.errors import BadRequest, EngineFailed
 from kvcellar.events import Done, Failed
 from kvcellar.frontend.thread_client import ThreadClient
 from kvcellar.images.shared import received
@@ -88,11 +88,17 @@ class FrontEnd:
     """One front end, at the other end of a link."""
 
     def __init__(
-        self, link: Link[ToEngine], pools: Pools, after: Callable[[Callable[[], None]], None] | None = None
+        self,
+        link: Link[ToEngine],
+        pools: Pools,
+        after: Callable[[Callable[[], None]], None] | None = None,
+        *,
+        shares_memory: bool = False,
     ) -> None:
-        """`after` calls what tells the ends of requests, in their order, when other things were told; None: at once."""
+        """`after` calls what tells the ends of requests, in their order, when other things were told; None: at once.
+        `shares_memory`: it is the process that has started this one, whose images may be in memory of its own."""
         self._link, self._pools, self.outbox = link, pools, Outbox(link, self._unsent)
-        self._after = after
+        self._after, self._shares_memory = after, shares_memory
         self.client: ThreadClient | None = None  # None: the model is being loaded
         # events of the running step, and those that end a request: the engine's thread alone has them
         self._step: list[tuple[int, EngineEvent]] = []
@@ -215,7 +221,11 @@ class FrontEnd:
         with self._lock:
             self._numbers[number] = ours
         try:
-            images = tuple(map(received, submission.images))
+            images = submission.images
+            if self._shares_memory:
+                images = tuple(map(received, images))
+            elif any(one.place is not None for one in images):
+                raise BadRequest("the arrays of an image are not in the message")
             client.submit(replace(submission, number=ours, images=images), partial(self._tell, number))
         except BaseException:
             with self._lock:

@@ -62,11 +62,12 @@ def to_send(image: ImageInput) -> ImageInput:
 
 
 def received(image: ImageInput) -> ImageInput:
-    """The image with its arrays, as it was before `to_send`. Raises `EngineFailed` if its sender has gone."""
+    """The image with its arrays, as it was before `to_send`. The sender is trusted: a place may name any file that this
+    process can open. Raises `EngineFailed` if the sender has gone."""
     if (place := image.place) is None:
         return image
     try:
-        file = os.open(f"/proc/{place.process}/fd/{place.file}", os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(f"/proc/{place.process}/fd/{place.file}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise EngineFailed(f"the memory of an image cannot be opened: {error.strerror}") from error
     try:

@@ -141,7 +141,7 @@ class Images:
             made: ProcessedImage = decode(self._worker.run(file, SECONDS), ProcessedImage)
             if len(made.thumbnail) > THUMBNAIL_BYTES or not made.thumbnail.startswith(_JPEG):
                 made = replace(made, thumbnail=b"")  # a file that has taken over its fork may say anything
-            return replace(made, input=shareable(made.input))
+            return replace(made, input=shareable(replace(made.input, place=None)))
         except JobEnded as ended:
             why = f"more than {SECONDS:g} seconds" if ended.late else f"more than {MEMORY >> 30} GiB of memory"
             raise BadRequest(f"decoding the image takes {why}, or ends the process that does it") from None

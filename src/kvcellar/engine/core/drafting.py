@@ -3,7 +3,7 @@
 Always true:
   * only completions in decode have drafts, and only between `propose` and the end of their step;
   * while the drafter is parked, rounds are plain and no chain is made for it;
-  * of a text with images, what drafts knows the tokens that are of text, as if there were no others;
+  * of a text with images, a drafter sees the tokens of text only;
   * all accepted drafts of a completion, and the token that follows them, fit its context and its `max_tokens`.
 """
 

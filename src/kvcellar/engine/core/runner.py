@@ -174,6 +174,8 @@ class Runner:
                 raise  # the loop recovers
             if any(one.drafts for one in scheduled):
                 self._drafting.failed(error)
+            if self._seeing is not None:
+                self._seeing.abandon()  # what a tower holds may be the memory that this step lacks
             self._run_singly(scheduled, error, outcomes)
         else:
             self._emit(scheduled, kept, outcomes)

@@ -318,7 +318,7 @@ class Scheduler:
         return self._chunks.between(sum(one.status is Status.DECODE for one in self.running))
 
     def waited(self, seconds: float) -> None:
-        """It has taken so many."""
+        """Record the seconds that were spent outside of steps since the last one."""
         if self._chunks is not None:
             self._chunks.waited = seconds
 

@@ -73,7 +73,7 @@ class Seeing:
         try:
             made = self._begun[1].run(seconds)
         except BaseException:
-            self._begun = None
+            self.abandon()
             raise
         if made is not None:
             self._begun = None

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Ended(BaseException):
-    """The work is not to go on. No `Exception`: what runs might handle one."""
+    """The work is not to go on. A `BaseException`, so that no `except Exception` in the work catches it."""
 
 
 class Sliced(Generic[T]):
@@ -37,9 +37,10 @@ class Sliced(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self, seconds: float) -> T | None:
-        """Let it work for so many seconds: at least one part, from one place where it may stop to the next one, and no
-        part that would exceed them if it were as long as the one before. Returns its result; None: it is not done.
+        """Run for about so many seconds: at least up to the next place where the work may stop, and not beyond a place
+        from which a part as long as the last would exceed them. Returns its result, which is not None; None: it is not done.
         Raises what it raises."""
+        assert not self._over, "it has returned or raised"
         with self._around(self._pause):
             if self._thread is None:
                 thread = threading.Thread(target=self._main, name="kvcellar-slices", daemon=True)

@@ -143,14 +143,17 @@ class Vision:
 
     def of_towers(self, layers: Iterable[str]) -> list[str]:
         """Those of these layers of the network that are in front of its decoder."""
-        behind = {*self.decoder.modules(), self.model.get_output_embeddings()}
+        behind = {*_behind(self.decoder), self.model.get_output_embeddings()}
         return [name for name in layers if self.model.get_submodule(name) not in behind]
 
     def encode(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Features:
-        """As `encoding` does, in as many slices as it can: to test it."""
+        """As `encoding` does, stopping wherever it can: for the self-test."""
         encoding = self.encoding(ids, inputs)
-        while (made := encoding.run(0.0)) is None:
-            pass
+        try:
+            while (made := encoding.run(0.0)) is None:
+                pass
+        finally:
+            encoding.end()
         return made
 
     def encoding(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Sliced[Features]:
@@ -302,9 +305,15 @@ def _first_layer(decoder: nn.Module) -> nn.Module | None:
     return decoder.get_submodule("layers.0")
 
 
+def _behind(decoder: nn.Module) -> set[nn.Module]:
+    """The modules behind the embeddings that `_at_decoder` finds."""
+    inside = decoder if _first_layer(decoder) is None else decoder.get_submodule("layers")
+    return set(inside.modules())
+
+
 def _blocks(model: "PreTrainedModel", decoder: nn.Module) -> list[nn.Module]:
     """The members of all lists of modules outside of its decoder: layers of towers, and parts of these."""
-    inside = set(decoder.modules())
+    inside = _behind(decoder)
     lists = (one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential) and one not in inside)
     return [block for one in lists for block in one]
 

@@ -266,7 +266,7 @@ def _image(node: Node, offset: int, key: bytes, matched: int, images: Sequence[t
     below: Node | None = node
     while below is not None and looked < LOOKED_AT:
         if row in below.edge[start:]:
-            return f"{name}: the same image, after another text"
+            return f"{name}: the same image, after other tokens"
         below, start, looked = _most_valued(below), 0, looked + 1
     return ""
 

@@ -7,6 +7,8 @@ import codecs
 
 from kvcellar.events import Delta, TokenLogprob
 from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.text_codec import IMAGE
+from kvcellar.images.image import is_row
 from kvcellar.serve.answers import Answer
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for a token of probability 0; JSON has no -Infinity
@@ -79,10 +81,14 @@ class Places:
     def __init__(self, tokens: TokenText, start: int = 0) -> None:
         self._tokens, self._at = tokens, start
         self._reader = codecs.getincrementaldecoder("utf-8")("replace")
+        self._in_image = False
 
     def add(self, token: int) -> int:
         """Where the next token begins."""
-        begins = self._at
+        begins, before = self._at, self._in_image
+        self._in_image = is_row(token)
+        if self._in_image and not before:
+            self._at += len(IMAGE)  # which stands for rows that follow each other
         self._at += len(self._reader.decode(self._tokens.raw(token) or b""))
         return begins
 

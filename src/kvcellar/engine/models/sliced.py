@@ -38,8 +38,8 @@ class Sliced(Generic[T]):
 
     def run(self, seconds: float) -> T | None:
         """Run for about so many seconds: at least up to the next place where the work may stop, and not beyond a place
-        from which a part as long as the last would exceed them. Returns its result, which is not None; None: it is not done.
-        Raises what it raises."""
+        from which a part as long as the last would exceed them. Returns its result, which is not None; None: it is not
+        done. Raises what it raises."""
         assert not self._over, "it has returned or raised"
         with self._around(self._pause):
             if self._thread is None:

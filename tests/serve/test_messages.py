@@ -809,9 +809,8 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "the keys of {} must be strings, not {}": "Python",
     "{} is not Unicode text: half of a surrogate pair at character {}": "Python: over HTTP the body is refused",
     "{} is not a token id; they are 0 to {}": "Python: no route decodes ids of a client",
-    "tokens of a prompt with images have no log-probabilities: leave it out": "a model that sees",
     "an image has {} tokens, which see each other, and a step at most {}. Send a smaller one, or raise step_tokens": (
-        "likewise"
+        "a model that takes images"
     ),
     "image_bytes is {} of the {} bytes of {}": "start",
     "images need a chat template; send them without raw, to a model that has one": "a model that sees: test_images.py",

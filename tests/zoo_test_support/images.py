@@ -148,6 +148,7 @@ OWN: dict[str, dict[str, Any]] = {
     "fuyu": {"text_config": {"head_dim": 16}},
     "gemma4": {
         "audio_config": None,
+        "text_config": {"use_bidirectional_attention": "vision"},
         "vision_config": {
             "hidden_size": 64,
             "intermediate_size": 96,

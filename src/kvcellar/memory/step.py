@@ -148,12 +148,13 @@ class Step:
             return _input_plan(name, layout, batch, [(table.end, tuple(table.runs)) for table in tables])
         segments: list[Segment] = []
         row = 0
+        spans = batch.ahead if group.looks_ahead else lambda _: ()
         for feed, table, new in zip(batch.feeds, tables, self.taken[index], strict=True):
             first = max(table.first, layout.lowest(feed.pos.start))
             end = feed.pos.end if feed.stores else min(feed.pos.end, table.end)
             held = table.since(first)
             runs = _joined(held, new) if feed.stores else tuple(next(pieces(held, end - first)))  # a query sees a cell
-            segments.append(Segment(feed.seq, row, feed.pos, first, end, runs, tuple(new), batch.ahead(feed.seq)))
+            segments.append(Segment(feed.seq, row, feed.pos, first, end, runs, tuple(new), spans(feed.seq)))
             row += len(feed.pos)
         return GroupPlan(name, layout, tuple(segments))
 

@@ -52,8 +52,13 @@ def _refused(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput)
     guest.vision = vision
     try:
         vision.check_causal(random_tokens(guest.model, 8, torch.Generator().manual_seed(2)))
-        verdict = image_test(guest, vision, tokens, inputs)
-        guest.ahead = vision.encode(ids, inputs).ahead
+        if guest.mode == "flat":
+            our_attention(guest.model)  # its masks are asked for, and say what looks ahead
+        features = vision.encode(ids, inputs)
+        guest.ahead = features.ahead
+        if features.in_windows:
+            guest.shape = guest.shape.ahead_in_windows()
+        verdict = image_test(guest, vision, tokens, inputs, features)
     finally:
         guest.vision = None
     return "" if verdict.passed else f"with images, {verdict}"

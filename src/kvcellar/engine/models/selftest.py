@@ -18,7 +18,7 @@ from kvcellar.engine.models.guest import Guest, Verdict
 from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.engine.models.registered import our_attention, own_attention
-from kvcellar.engine.models.vision import ImageRows, StepImages, Vision
+from kvcellar.engine.models.vision import Features, ImageRows, StepImages, Vision
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.layers import OwnExperts, OwnLinear
 from kvcellar.memory.plan import Ahead, Batch, Feed
@@ -74,22 +74,24 @@ def partial_commit_test(guest: Guest, reference: Reference) -> Verdict:
     return _verdict(_Replay(guest, reference), _partial_steps)
 
 
-def image_test(guest: Guest, vision: Vision, whole: Sequence[int], inputs: Mapping[str, Tensor]) -> Verdict:
+def image_test(
+    guest: Guest, vision: Vision, whole: Sequence[int], inputs: Mapping[str, Tensor], features: Features
+) -> Verdict:
     """A text with the same image twice, in chunks, beside a text without one. `whole` are the tokens that stand for the
-    image, some of which may be around its placeholders, `inputs` what its processor made of it."""
+    image, some of which may be around its placeholders, `inputs` what its processor made of it, `features` what its
+    tower did."""
     model, device = guest.model, guest.device
     text = random_tokens(model, 24, torch.Generator().manual_seed(2))
     ours = [*text[:5], *whole, *text[5:8], *whole, *text[8:14]]
     places = [at for at, token in enumerate(ours) if token == vision.placeholder]
     half = len(places) // 2
     spans = Span(places[0], places[half - 1] + 1), Span(places[half], places[-1] + 1)
-    ids, n = ours[spans[0].start : spans[0].end], len(spans[0])
+    n = len(spans[0])
     with torch.inference_mode():
         own_attention(model)
         twice, logits = vision.of_two(ours, inputs)
         reference = {0: logits, 1: vision.logits(text, {})}
         replay = _Replay(guest, Reference({0: ours, 1: text}, reference))
-        features = vision.encode(ids, inputs)
     placed = vision.positions(ours, twice)
     inside = () if features.ahead else (spans[0].start + n // 2,)
     cuts = (0, 2, *inside, spans[0].end + 1, spans[1].end + 1, len(ours) - 1, len(ours))

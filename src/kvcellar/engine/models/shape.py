@@ -285,6 +285,10 @@ class Shape:
         )
         return replace(self, groups=groups, specs={n: replace(spec, stored=stored) for n, spec in self.specs.items()})
 
+    def ahead_in_windows(self) -> "Shape":
+        """The same shape; only layers with windows or chunks look ahead."""
+        return replace(self, groups=tuple(replace(group, looks_ahead=group.bounded) for group in self.groups))
+
     def bytes_per_cell(self, itemsize: int) -> dict[str, int]:
         return {group.name: group.bytes_per_cell(itemsize) for group in self.groups}
 

@@ -55,12 +55,13 @@ class Mask(NamedTuple):
 
 class Features(NamedTuple):
     """Of one image: what replaces embeddings [n,D], and by the names of the decoder's arguments what early layers get,
-    [n,D] for each. `ahead`: its tokens see each other both ways."""
+    [n,D] for each. `ahead`: its tokens see each other both ways, `in_windows`: not on layers with full attention."""
 
     rows: Tensor
     layers: Mapping[str, Layers]
     mask: Mask | None
     ahead: bool
+    in_windows: bool = False
 
     @property
     def bytes(self) -> int:
@@ -101,10 +102,10 @@ class StepImages(NamedTuple):
 
 class _TowerDoor(Door):
     """Open while features are made. Towers have their own attention, and the decoder is not run; its masks say whether
-    the first token sees the last one."""
+    the first token sees the last one: in all of them, or in some."""
 
     def __init__(self) -> None:
-        self.ahead = False
+        self.ahead = self.causal = False
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         raise ModelRefused("its towers store keys and values")
@@ -114,7 +115,9 @@ class _TowerDoor(Door):
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
         zero = torch.zeros((), dtype=torch.long, device=device)
-        self.ahead |= q_length > 1 and bool(rule(zero, zero, zero, zero + q_length - 1))
+        if q_length > 1:
+            ahead = bool(rule(zero, zero, zero, zero + q_length - 1))
+            self.ahead, self.causal = self.ahead or ahead, self.causal or not ahead
         return torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)
 
 
@@ -185,7 +188,7 @@ class Vision:
                 layers[name] = several
             else:
                 raise ModelRefused(f"its decoder gets {name} with images, and what that is of a row is not known")
-        return Features(embeds[0, places].clone(), layers, mask, door.ahead)
+        return Features(embeds[0, places].clone(), layers, mask, door.ahead, door.ahead and door.causal)
 
     def logits(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor:
         """[T,V] of the network's own forward over a text with images."""

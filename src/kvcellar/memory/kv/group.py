@@ -32,6 +32,7 @@ class Group:
         default_factory=dict
     )  # by layer, plane; others are not rotated
     no_shift: str | None = "it is not known how its keys rotate with position"  # None: positions may change
+    looks_ahead: bool = True  # a row sees all of a span that looks ahead, not only what is before the row
     of_input: bool = field(init=False, default=False)  # its cells store an encoder's input instead of tokens
 
     def __post_init__(self) -> None:

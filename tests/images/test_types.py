@@ -22,7 +22,7 @@ SLOW = (
     "qwen3_omni_moe_thinker", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava",
 )  # fmt: skip
 MORE = (  # of networks or image processors that need the packages in `PACKAGES`
-    "cohere2_vision", "fast_vlm", "gemma3n", "gemma4_unified", "inkling2", "inkling_mm_model", "kimi_k25", "lfm2_vl",
+    "cohere2_vision", "fast_vlm", "gemma3n", "inkling2", "inkling_mm_model", "kimi_k25", "lfm2_vl",
     "llama4", "minimax_m3_vl", "muse_glimmer", "muse_spark", "nemotron_h_omni", "perception_lm", "step3p7",
 )  # fmt: skip
 TYPES = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]

@@ -24,10 +24,12 @@ class Kind:
     layout: Layout
     near: Callable[[int, int], bool]
     stays: Callable[[int, int], bool]
+    looks_ahead: bool = True
 
     def sees(self, q: int, k: int, ahead: Sequence[Span] = ()) -> bool:
         """May the query at q look at k? Behind itself only within a span that looks ahead."""
-        return self.near(q, k) and (k <= q or any(span.start <= q < span.end and k < span.end for span in ahead))
+        spans = ahead if self.looks_ahead else ()
+        return self.near(q, k) and (k <= q or any(span.start <= q < span.end and k < span.end for span in spans))
 
     @property
     def of_input(self) -> bool:
@@ -84,6 +86,11 @@ def member(name: str, kind: Kind, layers: Sequence[int], heads: tuple[int, int],
     """`heads` are the query and the KV heads; `k` and `v` the sizes of their vectors."""
     planes = (Plane("k", heads[1], k), Plane("v", heads[1], v))
     return Member(kind, Group(name, kind.layout, planes, tuple(layers)), heads[0])
+
+
+def straight(m: Member) -> Member:
+    """The same, where no row sees behind itself."""
+    return replace(m, kind=replace(m.kind, looks_ahead=False), group=replace(m.group, looks_ahead=False))
 
 
 def shifting(m: Member, *, turns: bool) -> Member:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 from kvcellar.memory.shapes import StoredAs
-from tests.laws.dumb import Member, causal, chunked, encoder, kept_as, member, shifting, sliding
+from tests.laws.dumb import Member, causal, chunked, encoder, kept_as, member, shifting, sliding, straight
 from tests.laws.lives import FLOATS, Life
 
 CAUSAL = member("full", causal(), [0, 5], (4, 2), 16, 24)
@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[Member, ...]] = {
     "shifting windows": (shifting(SLIDING, turns=True), shifting(REMEMBERING, turns=True)),
     "shifting chunks": (shifting(CHUNKED, turns=True), shifting(NARROW, turns=False)),
     "shifting beside inputs": (INPUT, TURNING, WIDE),
+    "windows alone look ahead": (straight(CAUSAL), SLIDING),
     "all at once": (CAUSAL, SLIDING, INPUT, REMEMBERING, CHUNKED),
 }
 STORED = ("fp8", "int8", "int4", "int8+hadamard", "k=int4+hadamard,v=fp8", "k=fp8+hadamard,v=int4", "k=float64,v=int8")

@@ -38,7 +38,7 @@ one batch, with two completions each, and again from memory. The column *process
 stands for an image in a prompt, with a tokenizer of bytes and the default settings of the class: whether it takes a
 picture, and with Pillow or torchvision. A model needs both. `kvcellar doctor` says whether yours has them.
 
-**{works} of {all} types work, with {processors} of their processors; {left} have not been run yet.**
+**{works} of {all} types work, with {processors} of their processors{left}.**
 
 Audio and video are refused by name, at every door. What is missing: their files are not decoded; a video's frames have
 positions in time, of which the seam passes only those of an image; and sound has placeholders, towers and processors
@@ -77,7 +77,8 @@ def check_type(model_type: str) -> ImageRow:
         except AssertionError as error:
             return ImageRow(model_type, "wrong", processor, _plainly(error) or "its text is another one")
         except Exception as error:  # noqa: BLE001 - code of 97 types
-            return ImageRow(model_type, "wrong", processor, _plainly(error))
+            why = _refusal(model_type)
+            return ImageRow(model_type, "wrong" if why is None else "refused", processor, why or _plainly(error))
     return ImageRow(model_type, "yes", processor)
 
 
@@ -141,8 +142,9 @@ def render(rows: Iterable[ImageRow]) -> str:
     works = [row for row in found if row.how == "yes"]
     processors = sum(row.processor in ("Pillow", "torchvision") for row in works)
     left = sum(row.why == NOT_YET for row in found)
+    more = f"; {left} have not been run yet" if left else ""
     head = HEAD.format(
-        version=transformers.__version__, works=len(works), all=len(found), processors=processors, left=left
+        version=transformers.__version__, works=len(works), all=len(found), processors=processors, left=more
     )
     table = "| type | network | processor | why not |\n" + "| --- " * 4 + "|"
     return "\n".join([HEADING.strip("\n"), head, table, *map(str, found)]) + "\n"

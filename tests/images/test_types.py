@@ -23,7 +23,8 @@ SLOW = (
 )  # fmt: skip
 MORE = (  # of networks or image processors that need the packages in `PACKAGES`
     "cohere2_vision", "fast_vlm", "gemma3n", "inkling2", "inkling_mm_model", "kimi_k25", "lfm2_vl",
-    "llama4", "minimax_m3_vl", "muse_glimmer", "muse_spark", "nemotron_h_omni", "perception_lm", "step3p7",
+    "llama4", "minicpm_ocr", "minimax_m3_vl", "muse_glimmer", "muse_spark", "nemotron_h_omni",
+    "perception_lm", "step3p7",
 )  # fmt: skip
 TYPES = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
 

@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from kvcellar import BadRequest, Engine
 from kvcellar.cluster.address import Address
 from kvcellar.cluster.client import ClusterClient
 from kvcellar.cluster.replica import Replica
-from kvcellar.cluster.routing import Router
+from kvcellar.cluster.routing import Load, Router
 from kvcellar.engine.messages import VERSION, Admitted, CheckInvariants, EngineEvent, Leaving, ReadStats, Submission
 from kvcellar.frontend.front_end import FrontEnd
 from kvcellar.frontend.thread_client import ThreadClient
@@ -35,10 +37,24 @@ def address_of(
     return Address(name, *replica.address, replica.secret, version, weights, replica.block, prefill, made)
 
 
-def client_of(settings: Mapping[str, Any] | None = None, *, to_zero: bool = False, made: str = "") -> ClusterClient:
+class Unmeasured(Router):
+    """Takes all replicas for equally fast. One whose first prompt was slow, as on a busy machine, would lose the next
+    prompts to others, which have to compute what it has."""
+
+    def load(self, replica: str, load: Load) -> None:
+        super().load(replica, replace(load, prefill_speed=None, read_speed=None))
+
+
+def client_of(
+    settings: Mapping[str, Any] | None = None,
+    *,
+    to_zero: bool = False,
+    made: str = "",
+    router: type[Router] = Router,
+) -> ClusterClient:
     adapter = (settings or {}).get("adapter")
-    router = partial(Router, most_blocks=1 << 16, clock=time.monotonic)
-    return ClusterClient(router, adapter=adapter, to_zero=to_zero, made=made)
+    made_router = partial(router, most_blocks=1 << 16, clock=time.monotonic)
+    return ClusterClient(made_router, adapter=adapter, to_zero=to_zero, made=made)
 
 
 def states(client: ClusterClient) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """`pytest --gateways`: each engine of a test is two replicas, and each server two gateways before them, which get its
-requests in turn. What gateways have to remember is in a directory that both have.
+requests in turn. What gateways have to remember is in a directory that both have. How fast a replica was is ignored:
+which one gets a request depends on what it has.
 
 An engine without a model (`FakeEngine`) is the one engine of both gateways. A model that is an object is saved first.
 Where a test looks into its engine, it sees the first replica. Not changed are engines on a thread or in a process that
@@ -27,7 +28,7 @@ from kvcellar.serve.http import server as server_module
 from kvcellar.serve.models.model_manager import ModelManager
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Mount, Shared, nothing
-from tests.cluster.replicas import address_of, client_of
+from tests.cluster.replicas import Unmeasured, address_of, client_of
 
 REPLICAS = 2
 OF_ONE = ("/admin/requests", "/metrics")  # what a gateway tells of its own requests
@@ -65,7 +66,7 @@ class Twins:
                 for _ in range(REPLICAS)
             ]
             addresses = [address_of(f"replica-{number}", one) for number, one in enumerate(replicas)]
-            clients = [opened.enter_context(closing(client_of(settings))) for _ in range(2)]
+            clients = [opened.enter_context(closing(client_of(settings, router=Unmeasured))) for _ in range(2)]
             for client in clients:
                 client.found(addresses)
                 while {one.state for one in client.replicas} != {"connected"}:

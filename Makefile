@@ -14,7 +14,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run check test test-long test-part lint format docs bench soak train-embedded clean
+.PHONY: help run check test test-long test-part lint format docs wheel try-wheel bench soak train-embedded clean
 
 help:
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{t = $$2; $$1 = $$2 = ""; printf "  make %-15s%s\n", t, $$0}'
@@ -69,6 +69,12 @@ docs: $(VENV)/.dev ## generate the documents that are made from the code
 	PYTHONPATH=tests/images/beside:$(VENV)/vision $(BIN)/python -m scripts.models_page --images
 	$(BIN)/python -m tests.serve.faults.table
 
+wheel: $(VENV)/.wheel ## an sdist, and a wheel with compiled kernels for each processor that there is a compiler for, in dist/
+	@$(BIN)/python scripts/release.py $(ARGS)
+
+try-wheel: $(VENV)/.torch ## install the wheel in dist/ into an empty environment without a compiler, and run it
+	@$(BIN)/python scripts/try_wheel.py $(ARGS)
+
 bench: $(VENV)/.run ## measure kvcellar, part by part; a table, then one line of JSON (ARGS=--help lists the parts)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
@@ -111,3 +117,7 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@$(PIP) --quiet --no-deps --upgrade --target $(VENV)/vision torchvision timm scipy || echo "torchvision, timm or scipy cannot be installed here: the tests that need them are skipped." >&2
 	@$(PIP) --quiet -e '.[cluster]' || echo "Ray cannot be installed here: the tests that need it are skipped." >&2
 	@touch $(VENV)/.run $@
+
+$(VENV)/.wheel: $(VENV)/.dev
+	@$(PIP) --quiet -e '.[release]'
+	@touch $@

@@ -17,7 +17,8 @@ EXTRA = [
     for r in PROJECT["optional-dependencies"][extra]
 ]
 OF_TRANSFORMERS = [Requirement(r) for r in PROJECT["optional-dependencies"]["images"]]  # imported there only
-DEV = [Requirement(r) for r in PROJECT["optional-dependencies"]["dev"] if not r.startswith("kvcellar")]
+TOOLS = [*PROJECT["optional-dependencies"]["dev"], *PROJECT["optional-dependencies"]["release"]]
+DEV = [Requirement(r) for r in TOOLS if not r.startswith("kvcellar")]
 OTEL = ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 IMPORTED_AS = {"pillow": "PIL", "pyzmq": "zmq", **dict.fromkeys(OTEL, "opentelemetry")}
 OF_TORCH = {"triton"}  # a dependency of torch itself, in builds for CUDA only, which choose its version

@@ -1,4 +1,5 @@
-"""compiled: a C++ source of ours, made into a library by the user's own compiler, once, and kept in the user's cache.
+"""compiled: a C++ source of ours, made into a library by the user's own compiler, once, and kept in the user's cache;
+or brought by a wheel (`built`), whose libraries come first, unless `$CXX` names a compiler.
 
 Nothing is compiled before a caller needs it, and nothing is ever installed. The file of a library is named
 `SOURCE-INPUTS-CONTENT.so`: INPUTS is a digest of its source, of the headers of ours that it includes (`#include "X.h"`,
@@ -24,10 +25,8 @@ structure, with the number of threads that it may use; without an address it use
 
 import ctypes
 import errno
-import hashlib
 import logging
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -44,6 +43,8 @@ from typing import Any
 
 from kvcellar.errors import KvcellarError
 from kvcellar.files import Files
+from kvcellar.kernels import built
+from kvcellar.kernels.built import built_stem, digest_of, folder_of, stem_of
 from kvcellar.places import NoPlace, cache, make_private
 from kvcellar.progress import report
 
@@ -51,8 +52,7 @@ log = logging.getLogger("kvcellar.compiled")
 
 SOURCES = Path(__file__).parent  # of the C++ files
 COMPILERS = ("c++", "g++", "clang++")  # tried in this order, if $CXX names none
-OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
-INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+OPTIONS = (*built.OPTIONS, "-march=native")
 PATIENCE = 300.0  # seconds that a compiler may take
 PAUSE = 0.25  # seconds between reports of it, by which a listener ends a load
 FULL = ("No space left on device", "Disk quota exceeded")  # what compilers and linkers print of a full disk
@@ -66,13 +66,13 @@ class NotCompiled(KvcellarError):
 
 
 def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
-    """The library that `source` makes here, compiled unless an intact one is in the cache. Raises `NotCompiled`."""
+    """That of `source`: an intact one of the wheel or in the cache, else it is compiled. Raises `NotCompiled`."""
     if os.name != "posix":
         raise NotCompiled("it is only compiled on POSIX systems")
+    if (brought := _brought(source, environment)) is not None:
+        return brought
     compiler = _compiler(environment)
-    about = compiled_for(environment)
-    made_of = (*(file.read_bytes() for file in sources(source)), about, shlex.join([*compiler, *OPTIONS]).encode())
-    stem = f"{source.stem}-{_digest(b''.join(hashlib.sha256(part).digest() for part in made_of))}"
+    stem = stem_of(source, [_about_compiler(environment), shlex.join([*compiler, *OPTIONS]).encode()])
     directory = _directory(environment)
     path = _intact(directory, stem) or _compile(compiler, source, directory, stem, environment)
     try:
@@ -84,22 +84,39 @@ def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
 
 def compiled_for(environment: Mapping[str, str]) -> bytes:
     """What identifies the compiler, and the kind of CPU that it compiles for. Raises `NotCompiled`."""
+    if not environment.get("CXX") and (found := folder_of(SOURCES / "any.cpp")) is not None:
+        return f"built for {found[0].name}".encode()
+    return _about_compiler(environment)
+
+
+def described(environment: Mapping[str, str]) -> str:
+    """Where the kernels of this machine come from, in a few words."""
+    if not environment.get("CXX") and (found := folder_of(SOURCES / "any.cpp")) is not None:
+        return f"brought by the package, for CPUs with {found[0].name}"
+    try:
+        return f"compiled by {shlex.join(_compiler(environment))}"
+    except NotCompiled as missing:
+        return f"none: {missing}"
+
+
+def _brought(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL | None:
+    """The library that came with a wheel; None where there is none that can be used."""
+    if environment.get("CXX") or (found := folder_of(source)) is None:
+        return None
+    level, folder = found
+    for path in sorted(folder.glob(f"{built_stem(source, level)}-*.so")):
+        try:
+            if path.name.endswith(f"-{digest_of(path.read_bytes())}.so"):
+                return ctypes.CDLL(str(path))
+            log.warning("%s is damaged; install the package again. A compiler is used, if there is one", path)
+        except OSError as error:
+            log.warning("%s cannot be loaded: %s. A compiler is used, if there is one", path, error)
+    return None
+
+
+def _about_compiler(environment: Mapping[str, str]) -> bytes:
     compiler = _compiler(environment)
     return _about(tuple(compiler), tuple(environment.items()), _stamp(compiler[0], environment))
-
-
-def sources(source: Path) -> list[Path]:
-    """A source, and each header of ours that it includes, directly or through another."""
-    files = [source]
-    for file in files:  # which grows
-        for name in INCLUDE.findall(file.read_text("utf-8")):
-            if (header := source.parent / name) not in files:
-                files.append(header)
-    return files
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def _compiler(environment: Mapping[str, str]) -> list[str]:
@@ -132,7 +149,7 @@ def _intact(directory: Path, stem: str) -> Path | None:
     """The library of that stem whose bytes have the digest in its name. Damaged ones are deleted, if possible."""
     for path in sorted(directory.glob(f"{stem}-*.so")):
         try:
-            damage = None if path.name == f"{stem}-{_digest(path.read_bytes())}.so" else "its content was changed"
+            damage = None if path.name == f"{stem}-{digest_of(path.read_bytes())}.so" else "its content was changed"
         except OSError as error:
             damage = error.strerror
         if damage is None:
@@ -155,7 +172,7 @@ def _compile(compiler: Sequence[str], source: Path, directory: Path, stem: str, 
             # The compiler's own files go there too: then there is one disk that can be full.
             _run([*compiler, *OPTIONS, "-o", str(made), str(source)], {**environment, "TMPDIR": scratch}, compiling)
             with made.open("rb") as file:
-                path = directory / f"{stem}-{_digest(file.read())}.so"
+                path = directory / f"{stem}-{digest_of(file.read())}.so"
                 os.fsync(file.fileno())
             made.replace(path)
             Files().sync_directory(directory)

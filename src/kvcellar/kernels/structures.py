@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvcellar.kernels.compiled import sources
+from kvcellar.kernels.built import sources
 
 _NUMBERS = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float, "double": ctypes.c_double}
 _FUNCTION = re.compile(r"\w+ \(\*(\w+)\)\(.*\)")

@@ -20,7 +20,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <mutex>
@@ -99,6 +98,18 @@ struct Places {
 
 thread_local int64_t worker_node = -1;  // of a worker that stays on one
 
+// As std::condition_variable, which asks for the libstdc++ of GCC 12 where that compiles it.
+struct Condition {
+    pthread_cond_t under = PTHREAD_COND_INITIALIZER;
+
+    template <class Done>
+    void wait(std::unique_lock<std::mutex>& held, const Done& done) {
+        while (!done()) pthread_cond_wait(&under, held.mutex()->native_handle());
+    }
+    void notify_one() { pthread_cond_signal(&under); }
+    void notify_all() { pthread_cond_broadcast(&under); }
+};
+
 struct Pool : Threads {
     alignas(64) std::atomic<uint64_t> gate{0};
     Share shares[NODES];
@@ -112,7 +123,7 @@ struct Pool : Threads {
     Balance balance;  // the caller's that has `taken`, as is `kinds`
     Alone kinds[KINDS];
     std::mutex lock;
-    std::condition_variable awake, left;
+    Condition awake, left;
     std::atomic<bool> waited_for{false};  // the caller sleeps until no worker is inside
     std::atomic<int64_t> shared{0}, wakes{0}, rests{0}, workers{0}, sleeping{0};  // `Counts`
 

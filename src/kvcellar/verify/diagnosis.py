@@ -2,6 +2,7 @@
 this machine is not used, or was not tested.
 """
 
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from kvcellar.engine.recording.graphs import Graphs
 from kvcellar.errors import BadRequest, DraftRefused
 from kvcellar.frontend.reply_formats import Replies
 from kvcellar.frontend.text_codec import TextCodec
+from kvcellar.kernels.compiled import described
 from kvcellar.kernels.packed import Packing
 from kvcellar.memory.attention.choose import backends, named
 from kvcellar.progress import report
@@ -275,6 +277,8 @@ def _recording(guest: Guest) -> str:
 
 def _notes(built: Built) -> list[str]:
     notes = [f"CPU threads: {built.threads.count} ({built.threads.because})"]
+    if built.guest.device.type == "cpu":
+        notes.append(f"kernels: {described(os.environ)}")
     notes += machine_notes(str(built.guest.device), Machine.here())
     notes += built.loaded.notes
     decoded = f", and decoded to {built.guest.dtype} when they are loaded" if not built.loaded.served else ""

@@ -1,4 +1,4 @@
-"""The unit and the container file start commands that exist, with options that exist, as a user without privileges."""
+"""What is in `deploy/` starts commands that exist, with options that exist, as a user without privileges."""
 
 import configparser
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from kvcellar.cli.main import cli
 from kvcellar.serve.admin.health import OPEN
@@ -77,12 +78,24 @@ def test_systemd_has_no_complaint_about_the_unit(tmp_path):
 def test_the_container_builds_from_files_of_this_repository_by_the_constraints():
     for arguments in of("COPY"):
         *sources, _ = shlex.split(arguments)
+        if sources[0] == "--from=build":
+            continue
         assert [source for source in sources if not (ROOT / source).exists()] == []
     installs = [line for line in of("RUN") if "pip install" in line]
     assert len(installs) == 2
     assert all("-c /src/constraints.txt" in line for line in installs)
     ignored = (ROOT / ".dockerignore").read_text().split()
-    assert not {"src", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} & set(ignored)
+    copied = {one for arguments in of("COPY") for one in shlex.split(arguments)[:-1]}
+    assert {"src", "pyproject.toml", "hatch_build.py"} <= copied
+    assert not copied & set(ignored)
+
+
+def test_the_image_has_kernels_and_no_compiler():
+    lines = instructions()
+    second = [at for at, (name, _) in enumerate(lines) if name == "FROM"][1]
+    assert any("KVCELLAR_KERNELS=" in arguments for _, arguments in lines[:second])
+    assert not any("g++" in arguments for _, arguments in lines[second:])
+    assert ("COPY", "--from=build /opt/kvcellar /opt/kvcellar") in lines[second:]
 
 
 def test_the_container_runs_a_server_without_privileges():
@@ -100,3 +113,77 @@ def test_the_container_is_probed_at_a_route_that_needs_no_key():
     (probe,) = of("HEALTHCHECK")
     (path,) = re.findall(r"127\.0\.0\.1:8080(/\w+)", probe)
     assert path in OPEN
+
+
+COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+SERVICE, STATEFUL = yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text())
+
+
+def test_the_compose_file_starts_a_server_that_finds_its_files_secrets_and_services():
+    service = COMPOSE["services"]["kvcellar"]
+    options = context(service["command"]).obj
+    assert {f"/run/secrets/{one}" for one in service["secrets"]} == {
+        options["api_key_file"],
+        options["metrics_key_file"],
+    }
+    assert set(service["secrets"]) <= COMPOSE["secrets"].keys()
+    assert options["store_remote"] == "redis://valkey:6379"
+    assert "valkey" in COMPOSE["services"]
+    assert "remote" in dict(one.split("=") for one in of("ARG") if "=" in one)["EXTRAS"].split(",")
+    assert float(service["stop_grace_period"].removesuffix("s")) >= seconds_to_drain(options) + 3
+    volumes = json.loads(of("VOLUME")[0])
+    assert service["read_only"]
+    assert set(volumes) <= {one.split(":")[1] for one in service["volumes"]}, "all that is written has a place"
+    assert service["tmpfs"] == ["/tmp"]
+
+
+def test_what_compose_mounts_is_here_and_prometheus_asks_with_the_key_of_metrics():
+    for service in COMPOSE["services"].values():
+        for volume in service.get("volumes", []):
+            source, *_ = volume.split(":")
+            assert not source.startswith("./") or (ROOT / "deploy" / source).is_file(), source
+            assert source.startswith((".", "$")) or source in COMPOSE["volumes"], source
+    (scrape,) = yaml.safe_load((ROOT / "deploy/prometheus.yaml").read_text())["scrape_configs"]
+    assert scrape["authorization"] == {"credentials_file": "/run/secrets/metrics-key"}
+    assert scrape["static_configs"] == [{"targets": [f"kvcellar:{of('EXPOSE')[0]}"]}]
+    (provider,) = yaml.safe_load((ROOT / "deploy/grafana-dashboards.yaml").read_text())["providers"]
+    assert any(
+        one.split(":")[1].startswith(provider["options"]["path"]) for one in COMPOSE["services"]["grafana"]["volumes"]
+    )
+
+
+def test_the_manifest_starts_a_server_without_privileges_that_has_time_to_end():
+    spec = STATEFUL["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    options = context(container["args"]).obj
+    assert spec["terminationGracePeriodSeconds"] >= seconds_to_drain(options) + 3
+    assert f"--uid {spec['securityContext']['runAsUser']} " in " ".join(of("RUN"))
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    assert {*json.loads(of("VOLUME")[0]), "/tmp", str(Path(options["api_key_file"]).parent)} <= mounts.keys()
+    named = {one["name"] for one in spec["volumes"]}
+    claims = {one["metadata"]["name"] for one in STATEFUL["spec"]["volumeClaimTemplates"]}
+    assert set(mounts.values()) == named | claims
+    assert mounts["/state"] in claims, "what it remembers outlives the pod"
+
+
+def test_the_manifest_probes_routes_that_need_no_key_at_the_port_of_the_server():
+    (container,) = STATEFUL["spec"]["template"]["spec"]["containers"]
+    (port,) = container["ports"]
+    assert str(port["containerPort"]) == context(container["args"]).obj["port"]
+    assert SERVICE["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert SERVICE["spec"]["selector"] == STATEFUL["spec"]["template"]["metadata"]["labels"]
+    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+    assert {one["port"] for one in probes.values()} == {port["name"]}
+    assert {name: one["path"] for name, one in probes.items()} == {
+        "startup": "/live",
+        "liveness": "/live",
+        "readiness": "/ready",
+    }
+    assert {"/live", "/ready"} <= set(OPEN)
+
+
+@pytest.mark.parametrize("manifest", [SERVICE, STATEFUL], ids=lambda one: one["kind"])
+def test_the_manifest_fits_the_schemas_of_kubernetes(manifest):
+    validate = pytest.importorskip("kubernetes_validate", reason="it is not installed: `make .venv/.wheel`")
+    validate.validate(manifest, "1.33", strict=True)

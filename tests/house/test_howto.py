@@ -37,6 +37,7 @@ NEEDS = {
     "a container runtime": "docker",
     "a CUDA device": "cuda",
     "a cluster": "kvcellar cluster",
+    "Kubernetes": "kubectl",
     "minutes": "make",
 }
 LONG = (  # pages whose models are loaded several times; the commands of the others are much the same

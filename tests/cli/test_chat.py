@@ -32,13 +32,14 @@ def type_line(terminal, line, pattern):
 
 
 def test_a_chat(tmp_path):
-    with Terminal(tmp_path, WORDS) as terminal:
+    with Terminal(tmp_path, (*WORDS, "--system", "Answer in Python.")) as terminal:
         terminal.until(">>>")
         answers_tell_what_they_cost(terminal)
         commands_are_told_where_they_are_wrong(terminal)
         what_is_forgotten_is_read_again(terminal)
         what_came_from_memory_is_shown(terminal)
         a_fork_is_a_point_to_return_to(terminal)
+        a_system_prompt_begins_a_conversation(terminal)
         ctrl_c_ends_an_answer_and_not_the_conversation(terminal)
         terminal.press("\x04")
         assert terminal.end() == 0
@@ -86,14 +87,17 @@ def commands_are_told_where_they_are_wrong(terminal):
         "/save a/b": "a conversation must have a name of 1 to 128",
         "/load nothing": "there is no conversation nothing",
         "/delete nothing": "there is no conversation nothing",
-        "/set": "set a sampling parameter, like",
+        "/set a": "set a sampling parameter, like",
         "/": "there is no command /;",
     }.items():
         type_line(terminal, wrong, re.escape(why))
 
-    shown = type_line(terminal, "/show", r"SamplingParams\(.*\)")
+    shown = type_line(terminal, "/show", r"sampling .*\n")
     assert "cells in use" in shown
-    assert "max_tokens=3" in shown
+    assert re.search(r"conversation  3 turns, \d+ tokens; it ends: ", shown)
+    assert "max_tokens 3" in shown
+    assert 5 < sum(line.startswith("  ") for line in shown.splitlines()) <= 10
+    assert "max_tokens 3" in type_line(terminal, "/set", r"sampling .*\n")
 
 
 def what_is_forgotten_is_read_again(terminal):
@@ -134,14 +138,35 @@ def a_fork_is_a_point_to_return_to(terminal):
     type_line(terminal, "/delete here", "/delete here")
 
 
+def a_system_prompt_begins_a_conversation(terminal):
+    """The first one comes from the command line."""
+    type_line(terminal, "/system", "Answer in Python.")
+    type_line(terminal, "/clear", "with the system prompt: Answer in Python.")
+    terminal.type("import os")
+    prompt = cost(terminal)[-1]
+    type_line(terminal, "/system Answer briefly and in words.", "with the system prompt: Answer briefly and in words.")
+    type_line(terminal, "/system", "Answer briefly and in words.")
+    terminal.type("import os")
+    longer = cost(terminal)[-1]
+    assert longer > prompt
+    type_line(terminal, "/save spoken", r"saved as spoken: 1 turn, \d+ tokens")
+    type_line(terminal, "/clear", "with the system prompt: Answer briefly")
+    terminal.type("import os")
+    assert cost(terminal)[-1] == longer
+    type_line(terminal, "/system Another.", "Another")
+    type_line(terminal, "/load spoken", r"loaded spoken: 1 turn, \d+ tokens; it ends: ")
+    type_line(terminal, "/system", "Answer briefly and in words.")
+    type_line(terminal, "/delete spoken", "deleted")
+
+
 def ctrl_c_ends_an_answer_and_not_the_conversation(terminal):
     type_line(terminal, "/set max_tokens 4000", "max_tokens 4000")
     type_line(terminal, "/set ignore_eos true", "ignore_eos true")
     terminal.type("class A:")
     terminal.until(r"class A:[^\n]*\n(?s:.{80})")  # longer than a redrawn prompt, so it is a completion
     terminal.press("\x03")
-    terminal.until("interrupted; this turn was removed")
-    terminal.until(">>>")
+    terminal.until("interrupted; what has come of the answer is kept")
+    assert 0 < cost(terminal)[0] < 4000
     type_line(terminal, "/set max_tokens 3", "max_tokens 3")
     terminal.type("import os")
     tokens, _, _, remembered, prompt = cost(terminal)
@@ -180,9 +205,11 @@ def test_a_conversation_is_continued_by_name_in_a_later_chat(tmp_path, monkeypat
     second = kvcellar(*WORDS, typed="/list\r/load talk\rimport sys\r/delete other\r/list\r/bye\r")
     assert second.code == 0
     for told, ran in (("saved as talk: 2 turns", first), ("loaded talk: 2 turns", second), ("deleted other", second)):
-        assert f"  {told}\n" in ran.out.replace("\r", "")
+        assert f"  {told}" in ran.out
     assert [
-        line.split(",")[0].strip() for line in second.out.splitlines() if re.search(r"turns?, \d+ token", line)
+        line.split(",")[0].strip()
+        for line in second.out.splitlines()
+        if re.fullmatch(r"  \w+: \d+ turns?, \d+ tokens?", line.strip("\r"))
     ] == [
         "other: 1 turn",
         "talk: 2 turns",
@@ -207,7 +234,7 @@ def test_show_prints_the_attention_backend(tmp_path, monkeypatch, name, attends)
     ARCHS[name].build().save_pretrained(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     ran = kvcellar("run", str(tmp_path), "--ids", "--cache-bytes", "1M", "--threads", "1", typed="/show\r/bye\r")
-    assert re.search(rf": 0 of \d+ cells in use, attention by ({attends})\n", ran.out)
+    assert re.search(rf" 0 of \d+ cells in use, attention by ({attends})\n", ran.out)
 
 
 @pytest.mark.parametrize("last", ["/bye\r", "/exit\r", "\x04"])

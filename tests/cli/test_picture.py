@@ -69,7 +69,7 @@ def test_a_chat_shows_the_image_that_is_sent_next(
     thumbnail = jpeg(Image.new("RGB", (60, 30), "blue"))
     image = ProcessedImage(ImageInput(bytes(32), 7, ()), "", 600, 300, thumbnail=thumbnail)
     engine: Any = SimpleNamespace(
-        model=SimpleNamespace(has_chat=True), session=lambda chat: None, image=lambda source: image
+        model=SimpleNamespace(has_chat=True), session=lambda chat, system: None, image=lambda source: image
     )
     chat = Chat(engine, PromptFormat(ids=False), {}, raw=False, quiet=True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)

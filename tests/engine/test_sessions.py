@@ -379,6 +379,32 @@ def test_a_chat_sends_the_whole_conversation_and_reads_what_is_new(chatty):
     session.close()
 
 
+def test_a_turn_that_is_stopped_is_added_with_what_has_come(engine):
+    with engine.session() as session:
+        session.stop()  # there is none
+        pieces = session.stream([5, 6, 7], max_tokens=2000, ignore_eos=True)
+        came = [token for _, piece in zip(range(3), pieces, strict=False) for token in piece.token_ids]
+        session.stop()
+        came += [token for piece in pieces for token in piece.token_ids]
+        assert session.turns == 1
+        assert 3 <= len(came) < 2000
+        assert session.tokens == [5, 6, 7, *came]
+        assert session.last is not None
+        assert session.last.finish_reason == "cancelled"
+        assert session.send([], max_tokens=2).usage.cached_tokens == len(session.tokens) - 3
+
+
+def test_a_system_message_begins_a_chat_and_needs_one(chatty, engine):
+    with chatty.session(system="a b") as session:
+        session.send("c", max_tokens=2)
+        assert [one["role"] for one in session.messages] == ["system", "user", "assistant"]
+        first = [{"role": "system", "content": "a b"}, {"role": "user", "content": "c"}]
+        assert session.tokens[: len(chatty.render(first))] == chatty.render(first)
+    for other, how in ((chatty, {"chat": False}), (engine, {})):
+        with pytest.raises(BadRequest, match="a system message needs a chat"):
+            other.session(system="a", **how)
+
+
 def test_a_chat_takes_texts_only(chatty):
     session = chatty.session()
     with pytest.raises(BadRequest, match="chat=False"):

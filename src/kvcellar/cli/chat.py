@@ -2,21 +2,26 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import signal
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvcellar.cli.picture import show
-from kvcellar.cli.printing import cost_line, counted, recall_lines
+from kvcellar.cli.printing import cost_line, counted, reason_of, recall_lines
 from kvcellar.errors import BadRequest, EngineFailed, KvcellarError
 from kvcellar.events import Delta
 from kvcellar.frontend.engine import Engine
 from kvcellar.frontend.session import Session
 from kvcellar.library.names import EMBEDDED, SEEING
 from kvcellar.places import NoPlace, state
+from kvcellar.sampling_params import SamplingParams
+
+LAST = 60  # characters that are shown of a conversation
 
 _DEMOS = {
     EMBEDDED: "It is a demo model trained on Python's standard library, not an assistant. Try: def read_file(path):",
@@ -24,9 +29,12 @@ _DEMOS = {
 }
 _HELP = """\
   /help            show this help
+  /set             show the sampling parameters
   /set NAME VALUE  set a sampling parameter, like /set temperature 0.2
+  /system          show the system prompt
+  /system TEXT     start a new conversation with this system prompt
   /image FILE      send an image with the next message
-  /show            show memory in use and the sampling parameters
+  /show            show the model, the conversation and the memory in use
   /why             show what of the last turn came from memory, and why it was not more
   /rewind [N]      remove the last N turns (1)
   /fork NAME       keep the conversation as it is now under a new name, and go on in a copy
@@ -36,6 +44,7 @@ _HELP = """\
   /list            show what was saved
   /delete NAME     delete what was saved
   /bye             end the chat (also /exit and Ctrl-D)
+  Ctrl-C           end an answer, and keep what has come of it
   \"\"\"              begin and end a message of several lines"""
 
 
@@ -75,14 +84,16 @@ class Chat:
         sampling: dict[str, Any],
         *,
         images: Sequence[Path] = (),
+        system: str | None = None,
         raw: bool,
         quiet: bool,
     ) -> None:
-        """`images` are sent with the first message."""
+        """`images` are sent with the first message. Raises `BadRequest` for `system` where it is no chat."""
         self._engine, self._form, self._sampling, self._quiet = engine, form, sampling, quiet
         self._given, self._images = images, list[Path]()  # those of the next message
         self._chat = engine.model.has_chat and not raw and not form.ids
-        self._session: Session = engine.session(chat=self._chat)
+        self._system = system  # of new conversations
+        self._session: Session = engine.session(chat=self._chat, system=system)
 
     def run(self) -> None:
         """Returns when the user ends the chat."""
@@ -136,47 +147,63 @@ class Chat:
     def _complete(self, text: str) -> None:
         asked = [*self._images, text] if self._images else self._form.parse(text)
         self._images.clear()
-        deltas = self._session.stream(asked, **self._sampling)
-        try:
-            for part in self._form.texts(deltas):
+        with _interrupting(self._session.stop) as interrupted:
+            for part in self._form.texts(self._session.stream(asked, **self._sampling)):
                 click.echo(part, nl=False)
-        except KeyboardInterrupt:
-            deltas.close()
-            click.echo("\n[interrupted; this turn was removed]")
-            return
-        click.echo()
-        if self._session.last is not None and not self._quiet:
-            click.secho(cost_line(self._session.last), dim=True)
+        click.echo("\n[interrupted; what has come of the answer is kept]" if interrupted else "")
+        if (last := self._session.last) is not None and not self._quiet:
+            click.secho(cost_line(last), dim=True)
+            if last.recall is not None:
+                click.secho(f"  {reason_of(asdict(last.recall))}", dim=True)
 
     def _command(self, verb: str = "", *words: str) -> None:
-        if verb == "set" and len(words) == 2:
-            changed = {**self._sampling, words[0]: _value(words[1])}
-            self._engine.params(**changed)
-            self._sampling = changed
-            click.echo(f"  {words[0]} is {json.dumps(changed[words[0]])} from now on")
-        elif verb == "image" and words:
-            self._image(Path(" ".join(words)).expanduser())
-        elif verb == "show" and not words:
-            self._show()
-        elif verb == "rewind" and len(words) < 2:
-            self._session.rewind(turns := _value(words[0]) if words else 1)
-            click.echo(f"  removed {counted(turns, 'turn')}; {counted(self._session.turns, 'turn')} left")
-        elif verb == "clear" and not words:
-            self._session.close()
-            self._session = self._engine.session(chat=self._chat)
-            click.echo("  a new conversation begins")
-        elif verb == "why" and not words:
-            self._why()
-        elif (verb in ("save", "fork", "load", "delete") and len(words) == 1) or (verb == "list" and not words):
-            self._named(verb, *words)
-        elif verb == "help":
-            click.echo(_HELP)
-        elif (usage := _usage(verb)) is not None:
-            click.echo(f"that is not how the command is used:\n{usage}", err=True)
-        else:
+        """`words` are those behind the verb: the second one may have blanks."""
+        commands: Mapping[str, tuple[Collection[int], Callable[..., None]]] = {  # with how many words
+            "set": ((0, 2), self._set),
+            "system": ((0, 1, 2), self._change_system),
+            "image": ((1, 2), self._image),
+            "show": ((0,), self._show),
+            "rewind": ((0, 1), self._rewind),
+            "clear": ((0,), lambda: self._begin(self._system)),
+            "why": ((0,), self._why),
+            "save": ((1,), self._save),
+            "fork": ((1,), self._fork),
+            "load": ((1,), self._load),
+            "delete": ((1,), self._delete),
+            "list": ((0,), self._list),
+            "help": ((0, 1, 2), lambda *_: click.echo(_HELP)),
+        }
+        counts, run = commands.get(verb, ((), None))
+        if run is None:
             click.echo(f"there is no command /{verb}; /help lists them", err=True)
+        elif len(words) in counts:
+            run(*words)
+        else:
+            click.echo(f"that is not how the command is used:\n{_usage(verb)}", err=True)
 
-    def _image(self, path: Path) -> None:
+    def _set(self, name: str = "", value: str = "") -> None:
+        if not name:
+            self._show_sampling()
+            return
+        changed = {**self._sampling, name: _value(value)}
+        self._engine.params(**changed)
+        self._sampling = changed
+        click.echo(f"  {name} is {json.dumps(changed[name])} from now on")
+
+    def _rewind(self, turns: str = "1") -> None:
+        self._session.rewind(count := _value(turns))
+        click.echo(f"  removed {counted(count, 'turn')}; {counted(self._session.turns, 'turn')} left")
+
+    def _change_system(self, *words: str) -> None:
+        if words:
+            self._begin(" ".join(words))
+        else:
+            click.echo(
+                f"  {self._system}" if self._system else "  this chat has none of its own; /system TEXT gives one"
+            )
+
+    def _image(self, *words: str | Path) -> None:
+        path = Path(" ".join(map(str, words))).expanduser()
         if not self._chat:
             raise BadRequest("images are for models with a chat template", "image")
         if not path.is_file():
@@ -187,27 +214,43 @@ class Chat:
         size = f"{image.width} x {image.height} pixels, {counted(image.input.rows, 'token')}"
         click.echo(f"  {size}; the next message has {counted(len(self._images), 'image')}")
 
-    def _named(self, verb: str, name: str = "") -> None:
-        """A command on conversations that are kept by name."""
-        if verb == "save":
-            self._session.save(name)
-            click.echo(f"  saved as {name}: {counted(self._session.turns, 'turn')}")
-        elif verb == "fork":
-            self._session.save(name, new=True)
-            click.echo(f"  /load {name} returns to this point")
-        elif verb == "load":
-            loaded = self._engine.load(name)
-            if loaded.chat != self._chat:
-                raise BadRequest(f"{name} is {'a chat' if loaded.chat else 'a text'}, and this is not", "conversation")
-            self._session.close()
-            self._session = loaded
-            click.echo(f"  loaded {name}: {counted(loaded.turns, 'turn')}")
-        elif verb == "delete":
-            self._engine.conversations.delete(name)
-            click.echo(f"  deleted {name}")
-        else:
-            for info in self._engine.conversations.list():
-                click.echo(f"  {info.name}: {counted(info.turns, 'turn')}, {counted(info.tokens, 'token')}")
+    def _begin(self, system: str | None) -> None:
+        begun = self._engine.session(chat=self._chat, system=system)
+        self._session.close()
+        self._session, self._system = begun, system
+        click.echo("  a new conversation begins" + (f", with the system prompt: {system}" if system else ""))
+
+    def _stands(self) -> str:
+        """Where the conversation is."""
+        session = self._session
+        text = session.messages[-1]["content"] if session.chat and session.messages else ""
+        last = f"; it ends: {' '.join(text.split())[-LAST:]}" if isinstance(text, str) and text else ""
+        return f"{counted(session.turns, 'turn')}, {counted(len(session.tokens), 'token')}{last}"
+
+    def _save(self, name: str) -> None:
+        self._session.save(name)
+        click.echo(f"  saved as {name}: {self._stands()}")
+
+    def _fork(self, name: str) -> None:
+        self._session.save(name, new=True)
+        click.echo(f"  /load {name} returns to this point")
+
+    def _load(self, name: str) -> None:
+        loaded = self._engine.load(name)
+        if loaded.chat != self._chat:
+            raise BadRequest(f"{name} is {'a chat' if loaded.chat else 'a text'}, and this is not", "conversation")
+        self._session.close()
+        self._session, first = loaded, loaded.messages[:1]
+        self._system = first[0]["content"] if first and first[0]["role"] == "system" else None
+        click.echo(f"  loaded {name}: {self._stands()}")
+
+    def _delete(self, name: str) -> None:
+        self._engine.conversations.delete(name)
+        click.echo(f"  deleted {name}")
+
+    def _list(self) -> None:
+        for info in self._engine.conversations.list():
+            click.echo(f"  {info.name}: {counted(info.turns, 'turn')}, {counted(info.tokens, 'token')}")
 
     def _why(self) -> None:
         """The record of the last turn."""
@@ -219,17 +262,44 @@ class Chat:
             click.echo(f"  {line}")
 
     def _show(self) -> None:
-        stats = self._engine.stats()
-        click.echo(f"  {self._engine.capacity()}")
+        model, stats = self._engine.model, self._engine.stats()
+        click.echo(f"  model         {model.name}, {model.architecture}, {model.dtype} on {model.device}")
+        click.echo(f"  context       {counted(model.context, 'token')}")
+        click.echo(f"  conversation  {self._stands()}")
+        click.echo(f"  memory        {self._engine.capacity()}")
         for group in stats.groups:
             backend = group.backend or "the model itself"
-            click.echo(f"  {group.name}: {group.used} of {group.cells} cells in use, attention by {backend}")
-        click.echo(f"  {self._engine.params(**self._sampling)}")
+            click.echo(f"  {group.name:13} {group.used} of {group.cells} cells in use, attention by {backend}")
+        self._show_sampling()
+
+    def _show_sampling(self) -> None:
+        """What is not its default; `/set` and the field names of `SamplingParams` are the same."""
+        params, plain = self._engine.params(**self._sampling), SamplingParams()
+        shown = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
+        names = [one.name for one in fields(SamplingParams) if getattr(params, one.name) != getattr(plain, one.name)]
+        shown |= {name: getattr(params, name) for name in names}
+        click.echo(f"  sampling      {', '.join(f'{name} {value}' for name, value in shown.items())}")
 
 
-def _usage(verb: str) -> str | None:
-    """The line of the help on a command."""
-    return next((line for line in _HELP.splitlines() if line.split()[0] == f"/{verb}"), None)
+@contextmanager
+def _interrupting(stop: Callable[[], None]) -> Iterator[list[int]]:
+    """Ctrl-C calls `stop` meanwhile, and raises nothing; it is in the list then."""
+    pressed = list[int]()
+
+    def press(number: int, _: object) -> None:
+        pressed.append(number)
+        stop()
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _usage(verb: str) -> str:
+    """The lines of the help on a command."""
+    return "\n".join(line for line in _HELP.splitlines() if line.split()[0] == f"/{verb}")
 
 
 def _value(text: str) -> Any:

@@ -101,7 +101,12 @@ def recall_lines(prompt: int, recall: Mapping[str, Any] | None) -> Iterator[str]
     yield f"{COMPUTED} {prompt - max(restored, matched)} were computed"
     if recall["seconds"]:
         yield f"it waited {1e3 * recall['seconds']:.1f} ms for tokens to be read back"
-    yield f"{recall['reason']}: {recall['detail']}" + (f"; {recall['image']}" if recall["image"] else "")
+    yield reason_of(recall)
+
+
+def reason_of(recall: Mapping[str, Any]) -> str:
+    """Why a prompt found no more in memory, by the fields of its `Recall`."""
+    return f"{recall['reason']}: {recall['detail']}" + (f"; {recall['image']}" if recall["image"] else "")
 
 
 def cost_line(result: "Result") -> str:

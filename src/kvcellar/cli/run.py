@@ -93,6 +93,7 @@ constraint_options = together(
 @click.argument("prompt", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, ids, usage and timings.")
 @click.option("--logprobs", type=int, help="With --json: log-probabilities, also of this many most likely tokens.")
+@click.option("--system", help="The system prompt, where the model has a chat template.")
 @click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
 @click.option("--ids", is_flag=True, help="Read and print token ids, like 12 7 99. Needs no tokenizer.")
 @click.option("--image", "images", type=FILE, multiple=True, help="An image in front of the prompt. May be repeated.")
@@ -107,6 +108,7 @@ def command(
     model: str | None,
     prompt: str | None,
     as_json: bool,
+    system: str | None,
     raw: bool,
     ids: bool,
     images: tuple[Path, ...],
@@ -124,8 +126,9 @@ def command(
     sampling = _sampling(options)
     if "logprobs" in sampling and not as_json:
         raise click.UsageError("--logprobs needs --json")
-    if images and (raw or ids):
-        raise click.UsageError("--image needs the chat template: leave --raw and --ids out")
+    for option, is_given in {"--image": bool(images), "--system": system is not None}.items():
+        if is_given and (raw or ids):
+            raise click.UsageError(f"{option} needs the chat template: leave --raw and --ids out")
     interactive = prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
     if prompt is None and not interactive:
         prompt = _read_pipe()
@@ -134,9 +137,7 @@ def command(
     options["no_store"] |= not interactive and options["store"] is None
     stored(options)
     form = PromptFormat(ids)
-    parsed: str | Sequence[Any] | None = (
-        None if prompt is None else form.parse(prompt)
-    )  # before the model is loaded, because it may raise
+    parsed = _parsed(form, prompt)  # before the model is loaded, because it may raise
     download_missing(model, options["draft"], pull=pull, quiet=quiet)
     with show_progress(quiet=quiet):
         engine = Engine(model, **given(**options))
@@ -145,14 +146,11 @@ def command(
             _check_tokenizer(engine)
         if images and not engine.model.has_chat:
             raise BadRequest("--image is for models with a chat template, and this one has none", "image")
-        if images and isinstance(parsed, str):
-            for image in images if draws(os.environ, terminal=sys.stdout.isatty()) and not as_json else ():
-                show(engine.image(image))
-            parsed = [*images, parsed]
         if parsed is not None:
-            _complete(engine, parsed, form, sampling, as_json=as_json, raw=raw, quiet=quiet)
+            parsed = _with_images(engine, images, parsed, shown=not as_json)
+            _complete(engine, parsed, form, sampling, system=system, as_json=as_json, raw=raw, quiet=quiet)
         else:
-            Chat(engine, form, sampling, images=images, raw=raw, quiet=quiet).run()
+            Chat(engine, form, sampling, images=images, system=system, raw=raw, quiet=quiet).run()
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
@@ -163,6 +161,20 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
         sampling["logit_bias"] = dict(sampling["logit_bias"])
     SamplingParams(**sampling)
     return sampling
+
+
+def _parsed(form: PromptFormat, prompt: str | None) -> str | Sequence[Any] | None:
+    return None if prompt is None else form.parse(prompt)
+
+
+def _with_images(
+    engine: Engine, images: Sequence[Path], prompt: str | Sequence[Any], *, shown: bool
+) -> str | Sequence[Any]:
+    if not images:
+        return prompt
+    for image in images if shown and draws(os.environ, terminal=sys.stdout.isatty()) else ():
+        show(engine.image(image))
+    return [*images, prompt]
 
 
 def _check_tokenizer(engine: Engine) -> None:
@@ -186,12 +198,13 @@ def _complete(
     form: PromptFormat,
     sampling: dict[str, Any],
     *,
+    system: str | None,
     as_json: bool,
     raw: bool,
     quiet: bool,
 ) -> None:
     """Complete one prompt. The text is streamed to stdout; the cost goes to stderr if that is a terminal."""
-    session = engine.session(chat=not raw and not form.ids)
+    session = engine.session(chat=not raw and not form.ids, system=system)
     if as_json:
         click.echo(json.dumps(_as_json(session.send(prompt, **sampling))))
         return

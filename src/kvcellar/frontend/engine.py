@@ -312,14 +312,24 @@ class Engine:
         return found.usage
 
     def session(
-        self, *, chat: bool = True, retention: RetentionOptions | None = None, adapter: str | None = None
+        self,
+        *,
+        chat: bool = True,
+        system: str | None = None,
+        retention: RetentionOptions | None = None,
+        adapter: str | None = None,
     ) -> Session:
         """A conversation whose K/V stay in memory: each `send` prefills only what is new. `retention` is that of turns,
         `adapter` the name of theirs.
 
-        With `chat`, and a chat template, what is sent are the user's messages; otherwise it is text to continue.
+        With `chat`, and a chat template, what is sent are the user's messages, and `system` is the message that they
+        follow; otherwise it is text to continue. Raises `BadRequest` for `system` where it is no chat.
         """
-        return self._session(Transcript(chat=chat and self.model.has_chat, adapter=adapter), retention)
+        chats = chat and self.model.has_chat
+        if system is not None and not chats:
+            raise BadRequest("a system message needs a chat, and a model with a chat template", "system")
+        first = () if system is None else ({"role": "system", "content": system},)
+        return self._session(Transcript(chat=chats, messages=first, adapter=adapter), retention)
 
     def load(self, name: str, *, retention: RetentionOptions | None = None) -> Session:
         """A session that continues a conversation which one was saved as (`Session.save`). What it adds is kept under

@@ -57,7 +57,11 @@ class Pictures:
 
     def logits(self, parts: Sequence[list[int] | ImageInput], *drawn_ids: int) -> torch.Tensor:
         """[T,V] of the network's own forward, without a cache, over these parts and tokens that were drawn behind."""
-        inputs, names = inputs_of(images_in(parts)), signature(self.model.forward).parameters
+        names = signature(self.model.forward).parameters
+        needed = (name for name, one in names.items() if one.default is one.empty and one.kind is not one.VAR_KEYWORD)
+        # The features of an image that has no placeholder in the text replace nothing.
+        images = images_in(parts) or ([self.one] if "pixel_values" in needed else [])
+        inputs = inputs_of(images)
         inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
         text = torch.tensor([[*self.ids(parts), *drawn_ids]])
         given: Mapping[str, Any] = {

@@ -30,6 +30,7 @@ TYPES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 CONTEXT = 16384
 PLACEHOLDER = 99  # first of the ids that special tokens get
 START, END = 60, 59  # around an image, for configs that name such a token
+_IMAGES = tuple(one for one in PLACEHOLDERS if "video" not in one)
 _MAPPED: Mapping[str, Any] = vars(image_processing_auto)["IMAGE_PROCESSOR_MAPPING_NAMES"]
 
 TEXT: dict[str, Any] = {
@@ -174,6 +175,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "granite_docling": _sizes(64, 16),
     "hunyuan_vl": {"text_config": {"rope_parameters": _rope(2, 2, 2, 2)}},
+    "instructblipvideo": {"video_token_index": PLACEHOLDER},
     "idefics3": _sizes(56, 14) | {"scale_factor": 2},
     "kimi_k25": {"projection_hidden_size": 64},
     "llama4": over(_sizes(56, 14), {"vision_config": {"intermediate_size": 256, "projector_input_dim": 64}}),
@@ -234,10 +236,10 @@ def config_of(model_type: str) -> PreTrainedConfig:
     own = OWN.get(model_type, OWN_TEXT.get(model_type, {}))
     config = kind(**deepcopy(over(_small(kind, tower=False, top=True, deep=model_type in DEEP), own)))
     free = iter(range(PLACEHOLDER, 60, -1))
-    for name in sorted({*dir(kind), *vars(config)}, key=lambda name: (name not in PLACEHOLDERS, name)):
+    for name in sorted({*dir(kind), *vars(config)}, key=lambda name: (name not in _IMAGES, name)):
         plain = name.startswith("_") or name in ("pad_token_id", "bos_token_id", "eos_token_id")
         if not plain and name.endswith(("_token_id", "_token_index", "_patch_id")):
-            if isinstance(getattr(config, name, None), int) or name in PLACEHOLDERS:
+            if isinstance(getattr(config, name, None), int) or name in _IMAGES:
                 setattr(config, name, next(free))
     if model_type in AXES:
         config.vision_start_token_id = START
@@ -338,6 +340,10 @@ def processor_of(config: PreTrainedConfig) -> Any:
     return processor
 
 
+FRAMES = 4  # of each video, as its processor says
+QUESTION = {"qformer_input_ids": [7, 8, 9]}  # what a tower reads beside pixels: its features are of both
+
+
 def _resize(processor: Any, size: int) -> None:
     now = getattr(processor, "size", None)
     keys = set[str]() if now is None or isinstance(now, int) else set(dict(now))
@@ -365,21 +371,22 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
     if "images" in made:  # which its processor cuts into patches
         patches = torch.as_tensor(processor.patchify_image(np.asarray(made["images"][0][0])))
         made = {"pixel_values": patches.flatten(0, -2)}
+    owner = _owner(model)
+    if hasattr(owner, "get_video_features") and not hasattr(owner, "get_image_features"):
+        made["pixel_values"] = made["pixel_values"][:, None].repeat(1, FRAMES, 1, 1, 1)  # a video that stands still
     accepted = inspect.signature(model.forward).parameters
     tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
+    tensors |= {name: torch.tensor([ids]) for name, ids in QUESTION.items() if name in accepted}
     arrays = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
-    owner: Any = model if hasattr(model, "get_image_features") else getattr(model, "model", None)
-    if not hasattr(owner, "get_image_features"):
-        raise LookupError("its network has no get_image_features")
-    owner = owner.model if hasattr(getattr(owner, "model", None), "get_image_features") else owner
-    names = inspect.signature(owner.get_image_features).parameters
+    features = getattr(owner, "get_image_features", None) or owner.get_video_features
+    names = inspect.signature(features).parameters
     given = {
         name: value.to(model.dtype) if value.is_floating_point() else value
         for name, value in arrays.items()
         if name in names
     }
     with torch.inference_mode():
-        rows = _rows(owner.get_image_features(**given))
+        rows = _rows(features(**given))
     kept = tuple(
         ImageArray(
             name,
@@ -389,7 +396,18 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
         )
         for name, value in arrays.items()
     )
-    return ImageInput(hashlib.sha256(image.tobytes()).digest(), rows, kept)
+    digest = hashlib.sha256(image.tobytes() + repr(QUESTION).encode()).digest()
+    return ImageInput(digest, rows, kept)
+
+
+def _owner(model: Any) -> Any:
+    """The module whose method makes features."""
+    makes = ("get_image_features", "get_video_features")
+    found = [one for one in (model, getattr(model, "model", None)) if any(hasattr(one, name) for name in makes)]
+    if not found:
+        raise LookupError("its network has no get_image_features")
+    owner = found[0]
+    return owner.model if hasattr(getattr(owner, "model", None), "get_image_features") else owner
 
 
 def _rows(made: Any) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 PLACEHOLDERS = (  # names of the id of a placeholder in configs
     "image_token_id", "image_token_index", "img_token_id", "media_placeholder_token_id", "image_patch_id",
     "vision_token_id", "im_patch_id",
+    "video_token_id",  # of networks of videos only: an image is a still one
 )  # fmt: skip
 
 

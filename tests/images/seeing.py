@@ -63,6 +63,8 @@ class Pictures:
         images = images_in(parts) or ([self.one] if "pixel_values" in needed else [])
         inputs = inputs_of(images)
         inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
+        if not images and "image_embeds" in names:
+            inputs["image_embeds"] = torch.zeros(1, 0, self.model.get_input_embeddings().weight.shape[1])
         text = torch.tensor([[*self.ids(parts), *drawn_ids]])
         given: Mapping[str, Any] = {
             "input_ids": text,

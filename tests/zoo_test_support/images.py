@@ -95,6 +95,8 @@ VOCABULARY = {"<image>": PLACEHOLDER} | {
     f"IMGIMG{'ABC'[one // 10]}{'ABCDEFGHIJ'[one % 10]}Z": 30 + one for one in range(26)
 }
 
+KOSMOS = {"vocab_size": PLACEHOLDER + 1, "embed_dim": 64, "layers": 4}  # without a placeholder: the last token
+
 # What a type needs beside small sizes: sizes that depend on each other, and ids.
 OWN: dict[str, dict[str, Any]] = {
     "aria": _sizes(490, 70) | {"projector_patch_to_query_dict": {49: 8}},
@@ -177,6 +179,8 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"rope_parameters": _rope(2, 2, 2, 2)}},
     "instructblipvideo": {"video_token_index": PLACEHOLDER},
     "idefics3": _sizes(56, 14) | {"scale_factor": 2},
+    "kosmos-2": {"latent_query_num": 8, "text_config": KOSMOS} | _sizes(56, 14),
+    "kosmos-2.5": {"latent_query_num": 8, "text_config": KOSMOS},
     "kimi_k25": {"projection_hidden_size": 64},
     "llama4": over(_sizes(56, 14), {"vision_config": {"intermediate_size": 256, "projector_input_dim": 64}}),
     "smolvlm": _sizes(64, 16) | {"scale_factor": 2},
@@ -311,6 +315,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {  # settings of image processors that a
     "fuyu": {"size": {"height": 60, "width": 90}},
     "gemma4": {"max_soft_tokens": 70},
     "granite_docling": {"max_patches": 4},
+    "kosmos-2.5": {"max_patches": 32},
 }
 
 
@@ -371,22 +376,26 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
     if "images" in made:  # which its processor cuts into patches
         patches = torch.as_tensor(processor.patchify_image(np.asarray(made["images"][0][0])))
         made = {"pixel_values": patches.flatten(0, -2)}
-    owner = _owner(model)
-    if hasattr(owner, "get_video_features") and not hasattr(owner, "get_image_features"):
+    made.pop("attention_mask", None)  # of patches
+    features = _features_of(model)
+    if getattr(features, "__name__", "") == "get_video_features":
         made["pixel_values"] = made["pixel_values"][:, None].repeat(1, FRAMES, 1, 1, 1)  # a video that stands still
     accepted = inspect.signature(model.forward).parameters
     tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
     tensors |= {name: torch.tensor([ids]) for name, ids in QUESTION.items() if name in accepted}
     arrays = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
-    features = getattr(owner, "get_image_features", None) or owner.get_video_features
-    names = inspect.signature(features).parameters
-    given = {
-        name: value.to(model.dtype) if value.is_floating_point() else value
-        for name, value in arrays.items()
-        if name in names
-    }
-    with torch.inference_mode():
-        rows = _rows(features(**given))
+    rows = getattr(model.config, "latent_query_num", None)
+    if rows is None and features is None:
+        raise LookupError("its network has no get_image_features")
+    if rows is None:
+        names = inspect.signature(features).parameters
+        given = {
+            name: value.to(model.dtype) if value.is_floating_point() else value
+            for name, value in arrays.items()
+            if name in names
+        }
+        with torch.inference_mode():
+            rows = _rows(features(**given))
     kept = tuple(
         ImageArray(
             name,
@@ -400,14 +409,14 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
     return ImageInput(digest, rows, kept)
 
 
-def _owner(model: Any) -> Any:
-    """The module whose method makes features."""
-    makes = ("get_image_features", "get_video_features")
-    found = [one for one in (model, getattr(model, "model", None)) if any(hasattr(one, name) for name in makes)]
-    if not found:
-        raise LookupError("its network has no get_image_features")
-    owner = found[0]
-    return owner.model if hasattr(getattr(owner, "model", None), "get_image_features") else owner
+def _features_of(model: Any) -> Any:
+    """Its method that makes features; None: it has none."""
+    inner = getattr(model, "model", None)
+    for name in ("get_image_features", "get_video_features"):
+        for owner in (getattr(inner, "model", None), inner, model):
+            if hasattr(owner, name):
+                return getattr(owner, name)
+    return None
 
 
 def _rows(made: Any) -> int:

@@ -25,15 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvcellar.engine.models.input_limits import placeholder_of
-from kvcellar.engine.models.seam import Door, opened
+from kvcellar.engine.models.input_limits import IMAGE_MASK, placeholder_of
+from kvcellar.engine.models.seam import Door, Extras, opened, scoring_of
 from kvcellar.engine.models.sliced import Sliced
 from kvcellar.errors import ModelRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where a token is a placeholder
+PIXELS = ("pixel_values", "flattened_patches")  # one of these is an argument of each network that sees
+TYPES = ("mm_token_type_ids", "token_type_ids", IMAGE_MASK)  # 1 where a token is a placeholder
 PLAIN = frozenset(  # what a decoder gets with text, too, or what our doors replace
     {
         "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache",
@@ -51,6 +52,7 @@ class Mask(NamedTuple):
 
     name: str
     more: torch.Size
+    dtype: torch.dtype
 
 
 class Features(NamedTuple):
@@ -109,6 +111,12 @@ class _TowerDoor(Door):
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         raise ModelRefused("its towers store keys and values")
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
+        """Of what is in front of the decoder, and has the config of its attention."""
+        if mask is not None:
+            raise ModelRefused("its towers have masks of the decoder's attention")
+        return nn.functional.scaled_dot_product_attention(q, k, v, scale=scoring_of(q, extras).scale).transpose(1, 2)
 
     def past_length(self, layer: int) -> int:
         return 0
@@ -176,19 +184,22 @@ class Vision:
         with opened(door):
             arguments = self._at_decoder(tokens, inputs)
         embeds, places = arguments.get("inputs_embeds"), tokens[0] == self.placeholder
-        if embeds is None:
-            raise ModelRefused("its decoder gets no embeddings")
+        rows = None if embeds is None else embeds[0, places].clone()
         layers, mask = dict[str, Layers](), None
         for name, value in arguments.items():
             if name in PLAIN or value is None or isinstance(value, bool | int | str):
                 continue
-            if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape[:2] == tokens.shape:
-                mask = Mask(name, value.shape[2:])
-            elif (several := _by_layer(value, int(places.sum()))) is not None:
-                layers[name] = several
-            else:
+            if isinstance(value, Tensor) and _is_mask(value, places):
+                mask = Mask(name, value.shape[2:], value.dtype)
+            elif (several := _by_layer(value, int(places.sum()))) is None:
                 raise ModelRefused(f"its decoder gets {name} with images, and what that is of a row is not known")
-        return Features(embeds[0, places].clone(), layers, mask, door.ahead, door.ahead and door.causal)
+            elif rows is None and isinstance(value, Tensor) and len(value) == 1:
+                rows = value[0].clone()  # it puts them in place of embeddings itself
+            else:
+                layers[name] = several
+        if rows is None:
+            raise ModelRefused("its decoder gets no embeddings")
+        return Features(rows, layers, mask, door.ahead, door.ahead and door.causal)
 
     def logits(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor:
         """[T,V] of the network's own forward over a text with images."""
@@ -275,8 +286,8 @@ class Vision:
                 ids: Tensor = (
                     kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
                 )
-                seen = torch.zeros(ids.shape[:2] + step.mask.more, dtype=torch.bool, device=ids.device)
-                seen[:, step.rows] = True
+                seen = torch.zeros(ids.shape[:2] + step.mask.more, dtype=step.mask.dtype, device=ids.device)
+                seen[:, step.rows] = 1
                 given[step.mask.name] = seen
             return args, {**kwargs, **given}
 
@@ -293,7 +304,7 @@ class Vision:
 def vision_of(model: "PreTrainedModel") -> Vision | None:
     """How images enter the network; None if it does not see. Raises `ModelRefused` if its tokens cannot be served."""
     accepts, placeholder = frozenset(inspect.signature(model.forward).parameters), placeholder_of(model)
-    if "pixel_values" not in accepts:
+    if accepts.isdisjoint(PIXELS):
         return None
     if placeholder is None:
         raise ModelRefused("its config names no token that stands for a row of an image")
@@ -344,6 +355,13 @@ def _alike(several: Layers, made: Callable[[int], Tensor]) -> Layers:
     return (
         {at: made(at) for at in several} if isinstance(several, Mapping) else [made(at) for at in range(len(several))]
     )
+
+
+def _is_mask(value: Tensor, places: Tensor) -> bool:
+    """Whether it is of the rows of images: Booleans [1,T,*more], or ones in these `places` [T]."""
+    if value.shape[:2] != (1, len(places)):
+        return False
+    return value.dtype == torch.bool or (value.dim() == 2 and bool((value[0] == places).all()))
 
 
 def _by_layer(value: Any, rows: int) -> Layers | None:

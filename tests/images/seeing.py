@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,8 @@ class Pictures:
 
     def logits(self, parts: Sequence[list[int] | ImageInput], *drawn_ids: int) -> torch.Tensor:
         """[T,V] of the network's own forward, without a cache, over these parts and tokens that were drawn behind."""
-        names = signature(self.model.forward).parameters
-        needed = (name for name, one in names.items() if one.default is one.empty and one.kind is not one.VAR_KEYWORD)
-        # The features of an image that has no placeholder in the text replace nothing.
-        images = images_in(parts) or ([self.one] if "pixel_values" in needed else [])
-        inputs = inputs_of(images)
+        inputs, names = self._inputs(images_in(parts)), signature(self.model.forward).parameters
         inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
-        if not images and "image_embeds" in names:
-            inputs["image_embeds"] = torch.zeros(1, 0, self.model.get_input_embeddings().weight.shape[1])
         text = torch.tensor([[*self.ids(parts), *drawn_ids]])
         given: Mapping[str, Any] = {
             "input_ids": text,
@@ -77,6 +71,16 @@ class Pictures:
         logits = found.logits[0].float().clone()
         logits[:, PLACEHOLDER] = float("-inf")
         return logits
+
+    def _inputs(self, images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
+        """Also of a text without images where the own forward needs one: its features have no place in that text, or it
+        has no features."""
+        names = signature(self.model.forward).parameters
+        if images or "pixel_values" not in names:
+            return inputs_of(images)
+        if "image_embeds" in names:
+            return {"image_embeds": torch.zeros(1, 0, self.model.config.get_text_config().hidden_size)}
+        return inputs_of([self.one] if names["pixel_values"].default is Parameter.empty else [])
 
     def greedy(self, *parts: list[int] | ImageInput) -> list[int]:
         """Of the network's own forward, without a cache."""

@@ -6,40 +6,43 @@ their features already (`vision`). The network stays whole: its own forward runs
 """
 
 import inspect
-from collections.abc import Sequence
-from inspect import Parameter
-from typing import Any
-
-from transformers import PreTrainedModel
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Any
 
 from kvcellar.engine.models.input_limits import placeholder_of
 
+if TYPE_CHECKING:  # recorded steps run without transformers
+    from transformers import PreTrainedModel
 
-def let_decoder_read(model: PreTrainedModel) -> bool:
-    """From now on, a call of the network without arguments that only its own forward has is one of its decoder. False:
-    it has none with a head and a cache of its own, or does not put features in place of tokens."""
-    found = _inner(model)
-    if found is None or placeholder_of(model) is None:
+
+class TextForward:
+    """The forward of a network from now on: that of its decoder, where no argument is one that only its own has."""
+
+    def __init__(self, network: "PreTrainedModel", decoder: "PreTrainedModel") -> None:
+        self._own, self._decoder = network.forward, decoder
+        self._names = inspect.signature(decoder.forward).parameters.keys()
+        several = dict.fromkeys([*inspect.signature(network.forward).parameters, *self._names])
+        self.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in several])
+
+    def __call__(self, **given: Any) -> Any:
+        return self._decoder(**given) if given.keys() <= self._names else self._own(**given)
+
+
+def let_decoder_read(network: "PreTrainedModel") -> bool:
+    """Let the decoder of a network read texts without images. False: it has none with a head of its own, or does not
+    put features in place of tokens."""
+    decoder = _decoder_with_head(network)
+    if decoder is None or placeholder_of(network) is None:
         return False
-    inner, own = found, model.forward
-    names = inspect.signature(inner.forward).parameters
-
-    def forward(**given: Any) -> Any:
-        return inner(**given) if given.keys() <= names.keys() else own(**given)
-
-    accepted = dict.fromkeys([*inspect.signature(own).parameters, *names])
-    forward.__signature__ = _of_names([*accepted])  # pyright: ignore[reportFunctionMemberAccess]
-    model.forward = forward
+    network.forward = TextForward(network, decoder)
     return True
 
 
-def _inner(model: PreTrainedModel) -> PreTrainedModel | None:
-    decoder = model.get_output_embeddings()
-    for child in model.children():
-        if isinstance(child, PreTrainedModel) and decoder is not None and child.get_output_embeddings() is decoder:
+def _decoder_with_head(network: "PreTrainedModel") -> "PreTrainedModel | None":
+    from transformers import PreTrainedModel
+
+    head = network.get_output_embeddings()
+    for child in network.children():
+        if isinstance(child, PreTrainedModel) and head is not None and child.get_output_embeddings() is head:
             return None if child.config.is_encoder_decoder else child
     return None
-
-
-def _of_names(names: Sequence[str]) -> inspect.Signature:
-    return inspect.Signature([Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in names])

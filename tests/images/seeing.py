@@ -24,6 +24,7 @@ from kvcellar.sampling_params import SamplingParams
 from kvcellar.text.output import Output, Stops
 from tests.zoo_test_support.images import (
     END,
+    IN_FRONT,
     PLACEHOLDER,
     START,
     drawn,
@@ -45,6 +46,11 @@ class Pictures:
     one: ImageInput
     two: ImageInput
 
+    @property
+    def in_front(self) -> bool:
+        """An image is in front of a text, without tokens: its own forward takes no others."""
+        return self.model.config.model_type in IN_FRONT
+
     def ids(self, parts: Sequence[list[int] | ImageInput]) -> list[int]:
         """As the network gets them."""
         wrapped = hasattr(self.model.config, "vision_start_token_id")
@@ -59,7 +65,8 @@ class Pictures:
         """[T,V] of the network's own forward, without a cache, over these parts and tokens that were drawn behind."""
         inputs, names = self._inputs(images_in(parts)), signature(self.model.forward).parameters
         inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
-        text = torch.tensor([[*self.ids(parts), *drawn_ids]])
+        ids = [token for token in self.ids(parts) if token != PLACEHOLDER or not self.in_front]
+        text = torch.tensor([[*ids, *drawn_ids]])
         given: Mapping[str, Any] = {
             "input_ids": text,
             "attention_mask": torch.ones_like(text),

@@ -92,8 +92,10 @@ def test_the_placeholder_may_be_in_a_map_of_the_vocabulary_and_has_to_be_named()
     vision = vision_of(network_of("chameleon"))
     assert vision is not None
     assert vision.placeholder == PLACEHOLDER
+    nowhere = network_of("blip-2")
+    nowhere.config.image_token_index = None
     with pytest.raises(ModelRefused, match="names no token that stands for a row"):
-        vision_of(network_of("git"))
+        vision_of(nowhere)
 
 
 def test_heads_of_latent_attention_may_have_nothing_that_is_rotated(tmp_path: Path) -> None:

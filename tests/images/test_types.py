@@ -15,7 +15,7 @@ QUICK = ("llava", "gemma3", "qwen2_vl", "qwen3_vl", "lfm3_vl", "idefics3", "kosm
 SLOW = (
     "aria", "aya_vision", "blip-2", "chameleon", "cohere_compass", "cosmos3_edge", "cosmos3_omni",
     "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "ernie4_5_vl_moe", "exaone4_5",
-    "fuyu", "gemma4", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite4_vision",
+    "fuyu", "gemma4", "git", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite4_vision",
     "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "instructblip", "instructblipvideo",
     "internvl", "janus", "kosmos-2.5", "lighton_ocr", "llava_next", "llava_next_video", "llava_onevision",
     "minicpmv4_6", "minicpmv4_7", "mistral_large4", "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr",
@@ -33,6 +33,8 @@ TYPES = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
 def _mixed(pictures: Pictures) -> list[list[list[int] | ImageInput]]:
     one, two = pictures.one, pictures.two
     before, between, after = [5, 6, 7, 8, 31], [9, 10, 11], [12, 13, 14, 15]
+    if pictures.in_front:
+        return [[one, after], [two, [*between, *after]], [*[before, between, after]]]
     return [
         [one, after],
         [before, one],

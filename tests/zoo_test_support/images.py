@@ -166,6 +166,7 @@ OWN: dict[str, dict[str, Any]] = {
         "vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64}
     },
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "qk_nope_head_dim": 16}},
+    "git": _sizes(56, 14) | {"vocab_size": PLACEHOLDER + 1},
     "granite4_vision": {
         "vision_feature_select_strategy": "default",
         "image_grid_pinpoints": [[64, 128], [128, 64], [128, 128]],
@@ -346,6 +347,7 @@ def processor_of(config: PreTrainedConfig) -> Any:
 
 
 FRAMES = 4  # of each video, as its processor says
+IN_FRONT = ("git",)  # types that have an image in front of their text, without tokens
 QUESTION = {"qformer_input_ids": [7, 8, 9]}  # what a tower reads beside pixels: its features are of both
 
 
@@ -385,6 +387,9 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
     tensors |= {name: torch.tensor([ids]) for name, ids in QUESTION.items() if name in accepted}
     arrays = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     rows = getattr(model.config, "latent_query_num", None)
+    if rows is None and model.config.model_type in IN_FRONT:
+        with torch.inference_mode():
+            rows = model(input_ids=torch.tensor([[5]]), pixel_values=arrays["pixel_values"]).logits.shape[1] - 1
     if rows is None and features is None:
         raise LookupError("its network has no get_image_features")
     if rows is None:

@@ -77,9 +77,9 @@ def partial_commit_test(guest: Guest, reference: Reference) -> Verdict:
 def image_test(
     guest: Guest, vision: Vision, whole: Sequence[int], inputs: Mapping[str, Tensor], features: Features
 ) -> Verdict:
-    """A text with the same image twice, or with it in front, in chunks, beside a text without one. `whole` are the tokens
-    that stand for the image, some of which may be around its placeholders, `inputs` what its processor made of it,
-    `features` what its tower did."""
+    """A text with the same image twice, or with it in front, in chunks, beside a text without one. `whole` are the
+    tokens that stand for the image, some of which may be around its placeholders, `inputs` what its processor made of
+    it, `features` what its tower did."""
     model, device = guest.model, guest.device
     text = random_tokens(model, 48, torch.Generator().manual_seed(2))
     text = [token for token in text if token != vision.placeholder][:24]

@@ -11,6 +11,7 @@ from kvcellar.engine.models.input_limits import first_position
 from kvcellar.engine.models.load import load
 from kvcellar.engine.models.registered import our_attention, own_attention, register
 from kvcellar.engine.models.vision import vision_of
+from kvcellar.engine.recording.recording import Hooks
 from kvcellar.errors import ModelRefused
 from kvcellar.memory.attention.sdpa import Sdpa
 from tests.zoo_test_support.images import PLACEHOLDER, config_of, network_of
@@ -60,6 +61,7 @@ def test_text_alone_is_read_by_the_decoder_of_a_network_that_needs_images(model_
         assert guest.verdict is not None
         assert guest.verdict.passed
         assert torch.equal(model(input_ids=TEXT, use_cache=False).logits, expected)
+    assert not Hooks(model).found()  # so that its steps can be recorded
 
 
 def test_positions_begin_behind_the_row_of_padding_where_a_table_counts_tokens() -> None:

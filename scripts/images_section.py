@@ -38,6 +38,13 @@ one batch, with two completions each, and again from memory. The column *process
 stands for an image in a prompt, with a tokenizer of bytes and the default settings of the class: whether it takes a
 picture, and with Pillow or torchvision. A model needs both. `kvcellar doctor` says whether yours has them.
 
+Networks of BLIP-2, InstructBLIP and KOSMOS-2 take no text without an image. Here it is read by their decoder, and
+compared with their own forward over that text and an image that has no place in it. GIT's own forward takes one image,
+in front of a text: it has three prompts. Features of InstructBLIP are of an image and of a question
+(`qformer_input_ids`), so both are what a prompt has as an image, and its digest is of both: another question about a
+picture is another image, which is computed again; front ends do not make these ids yet. An image of InstructBLIP for
+videos is a video of four equal frames, as many as its processor writes placeholders for.
+
 **{works} of {all} types work, with {processors} of their processors{left}.**
 
 Audio and video are refused by name, at every door. What is missing: their files are not decoded; a video's frames have

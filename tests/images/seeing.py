@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvcellar.sampling_params import SamplingParams
 from kvcellar.text.output import Output, Stops
 from tests.zoo_test_support.images import (
     END,
+    IN_FRONT,
     PLACEHOLDER,
     START,
     drawn,
@@ -45,6 +46,11 @@ class Pictures:
     one: ImageInput
     two: ImageInput
 
+    @property
+    def in_front(self) -> bool:
+        """An image is in front of a text, without tokens: its own forward takes no others."""
+        return self.model.config.model_type in IN_FRONT
+
     def ids(self, parts: Sequence[list[int] | ImageInput]) -> list[int]:
         """As the network gets them."""
         wrapped = hasattr(self.model.config, "vision_start_token_id")
@@ -57,9 +63,10 @@ class Pictures:
 
     def logits(self, parts: Sequence[list[int] | ImageInput], *drawn_ids: int) -> torch.Tensor:
         """[T,V] of the network's own forward, without a cache, over these parts and tokens that were drawn behind."""
-        inputs, names = inputs_of(images_in(parts)), signature(self.model.forward).parameters
+        inputs, names = self._inputs(images_in(parts)), signature(self.model.forward).parameters
         inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
-        text = torch.tensor([[*self.ids(parts), *drawn_ids]])
+        ids = [token for token in self.ids(parts) if token != PLACEHOLDER or not self.in_front]
+        text = torch.tensor([[*ids, *drawn_ids]])
         given: Mapping[str, Any] = {
             "input_ids": text,
             "attention_mask": torch.ones_like(text),
@@ -71,6 +78,16 @@ class Pictures:
         logits = found.logits[0].float().clone()
         logits[:, PLACEHOLDER] = float("-inf")
         return logits
+
+    def _inputs(self, images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
+        """Also of a text without images where the own forward needs one: its features have no place in that text, or it
+        has no features."""
+        names = signature(self.model.forward).parameters
+        if images or "pixel_values" not in names:
+            return inputs_of(images)
+        if "image_embeds" in names:
+            return {"image_embeds": torch.zeros(1, 0, self.model.config.get_text_config().hidden_size)}
+        return inputs_of([self.one] if names["pixel_values"].default is Parameter.empty else [])
 
     def greedy(self, *parts: list[int] | ImageInput) -> list[int]:
         """Of the network's own forward, without a cache."""

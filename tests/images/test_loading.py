@@ -7,9 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.input_limits import first_position
 from kvcellar.engine.models.load import load
-from kvcellar.engine.models.registered import our_attention, register
+from kvcellar.engine.models.registered import our_attention, own_attention, register
 from kvcellar.engine.models.vision import vision_of
+from kvcellar.engine.recording.recording import Hooks
 from kvcellar.errors import ModelRefused
 from kvcellar.memory.attention.sdpa import Sdpa
 from tests.zoo_test_support.images import PLACEHOLDER, config_of, network_of
@@ -40,13 +42,34 @@ def test_weights_of_the_class_for_text(model_type: str, tmp_path: Path) -> None:
         assert torch.equal(loaded(input_ids=TEXT).logits, model(input_ids=TEXT).logits)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [("blip-2", "its forward needs pixel_values with every text"), ("t5gemma2", "an encoder reads its prompts")],
-)
-def test_what_reads_no_text_alone_is_refused_with_the_reason(model_type: str, reason: str) -> None:
-    with pytest.raises(ModelRefused, match=reason):
-        build_guest(network_of(model_type), [Sdpa()])
+def test_what_reads_no_text_alone_is_refused_with_the_reason() -> None:
+    with pytest.raises(ModelRefused, match="an encoder reads its prompts"):
+        build_guest(network_of("t5gemma2"), [Sdpa()])
+    nowhere = network_of("blip-2")
+    nowhere.config.image_token_index = None
+    with pytest.raises(ModelRefused, match="its forward needs pixel_values with every text"):
+        build_guest(nowhere, [Sdpa()])
+
+
+@pytest.mark.parametrize(("model_type", "inner"), [("blip-2", "language_model"), ("kosmos-2", "text_model")])
+def test_text_alone_is_read_by_the_decoder_of_a_network_that_needs_images(model_type: str, inner: str) -> None:
+    model = network_of(model_type)
+    with torch.inference_mode():
+        expected = model.get_submodule(inner)(input_ids=TEXT).logits
+        guest = build_guest(model, [Sdpa()])
+        own_attention(model)
+        assert guest.verdict is not None
+        assert guest.verdict.passed
+        assert torch.equal(model(input_ids=TEXT, use_cache=False).logits, expected)
+    assert not Hooks(model).found()  # so that its steps can be recorded
+
+
+def test_positions_begin_behind_the_row_of_padding_where_a_table_counts_tokens() -> None:
+    model = network_of("kosmos-2.5")
+    assert first_position(model) == 1 + model.config.text_config.pad_token_id
+    with torch.inference_mode():
+        given = model(input_ids=TEXT, position_ids=first_position(model) + torch.arange(TEXT.shape[1])[None])
+        assert torch.equal(given.logits, model(input_ids=TEXT).logits)
 
 
 def test_what_has_no_embedding_of_its_inputs_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -71,8 +94,10 @@ def test_the_placeholder_may_be_in_a_map_of_the_vocabulary_and_has_to_be_named()
     vision = vision_of(network_of("chameleon"))
     assert vision is not None
     assert vision.placeholder == PLACEHOLDER
+    nowhere = network_of("blip-2")
+    nowhere.config.image_token_index = None
     with pytest.raises(ModelRefused, match="names no token that stands for a row"):
-        vision_of(network_of("git"))
+        vision_of(nowhere)
 
 
 def test_heads_of_latent_attention_may_have_nothing_that_is_rotated(tmp_path: Path) -> None:

@@ -5,10 +5,14 @@ import random
 
 import pytest
 
+from kvcellar.engine.core.intake import ImageRules
 from kvcellar.engine.core.prompt_images import PromptImages
+from kvcellar.engine.messages import Submission
 from kvcellar.errors import BadRequest
 from kvcellar.images.image import FIRST, ImageInput, has_rows, is_row, with_rows
+from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.spans import Span
+from kvcellar.sampling_params import SamplingParams
 
 PLACEHOLDER = 7
 
@@ -76,3 +80,18 @@ def test_placeholders_and_rows_must_be_as_many() -> None:
     for count in (2, 4):
         with pytest.raises(ValueError, match="rows"):
             with_rows(count * [PLACEHOLDER], PLACEHOLDER, [image(1, 3)])
+
+
+def test_where_an_image_is_in_front_of_a_text_there_is_one_and_a_text() -> None:
+    one, other = image(1, 3), image(2, 2)
+    rows, more = list(one.row_ids()), list(other.row_ids())
+
+    def taken(prompt: list[int], *images: ImageInput) -> PromptImages | None:
+        submission = Submission(number=1, prompt=key_of(prompt), params=SamplingParams(), seed=1, images=images)
+        return ImageRules(in_front=True).of(submission)
+
+    assert taken([9, 9]) is None
+    assert taken([*rows, 9], one) is not None
+    for prompt, images in (([9, *rows, 9], [one]), (rows, [one]), ([*rows, *more, 9], [one, other])):
+        with pytest.raises(BadRequest, match="one image, in front of a text"):
+            taken(prompt, *images)

@@ -11,7 +11,7 @@ from kvcellar.images.image import ImageInput
 from tests.images.packages import PACKAGES, environment
 from tests.images.seeing import Pictures, engine_of, images_in, pictures_of, submitted
 
-QUICK = ("llava", "gemma3", "qwen2_vl", "qwen3_vl", "lfm3_vl", "idefics3", "mistral3", "vipllava")
+QUICK = ("llava", "gemma3", "git", "qwen2_vl", "qwen3_vl", "lfm3_vl", "idefics3", "kosmos-2", "mistral3", "vipllava")
 SLOW = (
     "aria", "aya_vision", "chameleon", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
     "deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fuyu", "gemma4",
@@ -20,6 +20,7 @@ SLOW = (
     "llava_next_video", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "mistral_large4", "ovis2", "paddleocr_vl",
     "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
     "qwen3_omni_moe_thinker", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava",
+    "blip-2", "instructblip", "instructblipvideo", "kosmos-2.5",
 )  # fmt: skip
 MORE = (  # of networks or image processors that need the packages in `PACKAGES`
     "cohere2_vision", "fast_vlm", "gemma3n", "inkling2", "inkling_mm_model", "kimi_k25", "lfm2_vl",
@@ -32,6 +33,8 @@ TYPES = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
 def _mixed(pictures: Pictures) -> list[list[list[int] | ImageInput]]:
     one, two = pictures.one, pictures.two
     before, between, after = [5, 6, 7, 8, 31], [9, 10, 11], [12, 13, 14, 15]
+    if pictures.in_front:  # its own forward puts one image before all text
+        return [[one, after], [two, [*between, *after]], [*[before, between, after]]]
     return [
         [one, after],
         [before, one],

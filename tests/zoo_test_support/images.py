@@ -30,6 +30,7 @@ TYPES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 CONTEXT = 16384
 PLACEHOLDER = 99  # first of the ids that special tokens get
 START, END = 60, 59  # around an image, for configs that name such a token
+_IMAGES = tuple(one for one in PLACEHOLDERS if "video" not in one)
 _MAPPED: Mapping[str, Any] = vars(image_processing_auto)["IMAGE_PROCESSOR_MAPPING_NAMES"]
 
 TEXT: dict[str, Any] = {
@@ -93,6 +94,8 @@ def _rope(*sections: int) -> dict[str, Any]:
 VOCABULARY = {"<image>": PLACEHOLDER} | {
     f"IMGIMG{'ABC'[one // 10]}{'ABCDEFGHIJ'[one % 10]}Z": 30 + one for one in range(26)
 }
+
+KOSMOS = {"vocab_size": PLACEHOLDER + 1, "embed_dim": 64, "layers": 4}  # without a placeholder: the last token
 
 # What a type needs beside small sizes: sizes that depend on each other, and ids.
 OWN: dict[str, dict[str, Any]] = {
@@ -163,6 +166,7 @@ OWN: dict[str, dict[str, Any]] = {
         "vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64}
     },
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "qk_nope_head_dim": 16}},
+    "git": _sizes(56, 14) | {"vocab_size": PLACEHOLDER + 1},
     "granite4_vision": {
         "vision_feature_select_strategy": "default",
         "image_grid_pinpoints": [[64, 128], [128, 64], [128, 128]],
@@ -174,7 +178,10 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "granite_docling": _sizes(64, 16),
     "hunyuan_vl": {"text_config": {"rope_parameters": _rope(2, 2, 2, 2)}},
+    "instructblipvideo": {"video_token_index": PLACEHOLDER},
     "idefics3": _sizes(56, 14) | {"scale_factor": 2},
+    "kosmos-2": {"latent_query_num": 8, "text_config": KOSMOS} | _sizes(56, 14),
+    "kosmos-2.5": {"latent_query_num": 8, "text_config": KOSMOS},
     "kimi_k25": {"projection_hidden_size": 64},
     "llama4": over(_sizes(56, 14), {"vision_config": {"intermediate_size": 256, "projector_input_dim": 64}}),
     "smolvlm": _sizes(64, 16) | {"scale_factor": 2},
@@ -234,10 +241,10 @@ def config_of(model_type: str) -> PreTrainedConfig:
     own = OWN.get(model_type, OWN_TEXT.get(model_type, {}))
     config = kind(**deepcopy(over(_small(kind, tower=False, top=True, deep=model_type in DEEP), own)))
     free = iter(range(PLACEHOLDER, 60, -1))
-    for name in sorted({*dir(kind), *vars(config)}, key=lambda name: (name not in PLACEHOLDERS, name)):
+    for name in sorted({*dir(kind), *vars(config)}, key=lambda name: (name not in _IMAGES, name)):
         plain = name.startswith("_") or name in ("pad_token_id", "bos_token_id", "eos_token_id")
         if not plain and name.endswith(("_token_id", "_token_index", "_patch_id")):
-            if isinstance(getattr(config, name, None), int) or name in PLACEHOLDERS:
+            if isinstance(getattr(config, name, None), int) or name in _IMAGES:
                 setattr(config, name, next(free))
     if model_type in AXES:
         config.vision_start_token_id = START
@@ -309,6 +316,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {  # settings of image processors that a
     "fuyu": {"size": {"height": 60, "width": 90}},
     "gemma4": {"max_soft_tokens": 70},
     "granite_docling": {"max_patches": 4},
+    "kosmos-2.5": {"max_patches": 32},
 }
 
 
@@ -338,6 +346,11 @@ def processor_of(config: PreTrainedConfig) -> Any:
     return processor
 
 
+FRAMES = 4  # of each video, as its processor says
+IN_FRONT = ("git",)  # types that have an image in front of their text, without tokens
+QUESTION = {"qformer_input_ids": [7, 8, 9]}  # what a tower reads beside pixels: its features are of both
+
+
 def _resize(processor: Any, size: int) -> None:
     now = getattr(processor, "size", None)
     keys = set[str]() if now is None or isinstance(now, int) else set(dict(now))
@@ -365,21 +378,29 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
     if "images" in made:  # which its processor cuts into patches
         patches = torch.as_tensor(processor.patchify_image(np.asarray(made["images"][0][0])))
         made = {"pixel_values": patches.flatten(0, -2)}
+    made.pop("attention_mask", None)  # of patches
+    features = _features_of(model)
+    if getattr(features, "__name__", "") == "get_video_features":
+        made["pixel_values"] = made["pixel_values"][:, None].repeat(1, FRAMES, 1, 1, 1)  # a video that stands still
     accepted = inspect.signature(model.forward).parameters
     tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
+    tensors |= {name: torch.tensor([ids]) for name, ids in QUESTION.items() if name in accepted}
     arrays = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
-    owner: Any = model if hasattr(model, "get_image_features") else getattr(model, "model", None)
-    if not hasattr(owner, "get_image_features"):
+    rows = getattr(model.config, "latent_query_num", None)
+    if rows is None and model.config.model_type in IN_FRONT:
+        with torch.inference_mode():
+            rows = model(input_ids=torch.tensor([[5]]), pixel_values=arrays["pixel_values"]).logits.shape[1] - 1
+    if rows is None and features is None:
         raise LookupError("its network has no get_image_features")
-    owner = owner.model if hasattr(getattr(owner, "model", None), "get_image_features") else owner
-    names = inspect.signature(owner.get_image_features).parameters
-    given = {
-        name: value.to(model.dtype) if value.is_floating_point() else value
-        for name, value in arrays.items()
-        if name in names
-    }
-    with torch.inference_mode():
-        rows = _rows(owner.get_image_features(**given))
+    if rows is None:
+        names = inspect.signature(features).parameters
+        given = {
+            name: value.to(model.dtype) if value.is_floating_point() else value
+            for name, value in arrays.items()
+            if name in names
+        }
+        with torch.inference_mode():
+            rows = _rows(features(**given))
     kept = tuple(
         ImageArray(
             name,
@@ -389,7 +410,18 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
         )
         for name, value in arrays.items()
     )
-    return ImageInput(hashlib.sha256(image.tobytes()).digest(), rows, kept)
+    digest = hashlib.sha256(image.tobytes() + repr(QUESTION).encode()).digest()
+    return ImageInput(digest, rows, kept)
+
+
+def _features_of(model: Any) -> Any:
+    """Its method that makes features; None: it has none."""
+    inner = getattr(model, "model", None)
+    for name in ("get_image_features", "get_video_features"):
+        for owner in (getattr(inner, "model", None), inner, model):
+            if hasattr(owner, name):
+                return getattr(owner, name)
+    return None
 
 
 def _rows(made: Any) -> int:

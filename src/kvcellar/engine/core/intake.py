@@ -38,10 +38,11 @@ SCORE_BYTES = 144  # of a token id with its log-probability
 @dataclass(frozen=True, slots=True)
 class ImageRules:
     """What images a model takes. `why_not`: why none; "": it takes some. `ahead`: tokens of an image see each other
-    both ways, so that one step has all of them, `step_tokens` at most."""
+    both ways, so that one step has all of them, `step_tokens` at most. `in_front`: there is one, before all text."""
 
     why_not: str = ""
     ahead: bool = False
+    in_front: bool = False
     step_tokens: int = 0
 
     def of(self, submission: Submission) -> PromptImages | None:
@@ -52,6 +53,8 @@ class ImageRules:
         if self.why_not:
             raise BadRequest(self.why_not, "messages")
         images = PromptImages(prompt, submission.images, ahead=self.ahead)
+        if self.in_front and (images.spans[-1].start or images.count == len(prompt)):
+            raise BadRequest("this model takes one image, in front of a text", "messages")
         if self.ahead and (longest := max(map(len, images.spans))) > self.step_tokens:
             raise BadRequest(
                 f"an image has {longest} tokens, which see each other, and a step at most {self.step_tokens}. Send a "

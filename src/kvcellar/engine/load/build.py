@@ -331,7 +331,7 @@ def _running(
 def _image_rules(guest: Guest, loaded: Described, step_tokens: int) -> ImageRules:
     if guest.vision is None:
         return ImageRules(f"{loaded.name} takes no images: {guest.not_seeing}")
-    return ImageRules(ahead=guest.ahead, step_tokens=step_tokens)
+    return ImageRules(ahead=guest.ahead, in_front=guest.vision.in_front, step_tokens=step_tokens)
 
 
 def _scored(capacity: Capacity, intake: Intake) -> int:

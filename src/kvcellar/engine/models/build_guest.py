@@ -24,6 +24,7 @@ from kvcellar.engine.models.rope import with_rotations
 from kvcellar.engine.models.seam import current_door
 from kvcellar.engine.models.selftest import TOLERANCE, Reference, partial_commit_test, reference_of, whole_step_test
 from kvcellar.engine.models.shape import PROBE_TOKENS, ProbeDoor, differing, probe, shape_of, stored_shape
+from kvcellar.engine.models.text_decoder import let_decoder_read
 from kvcellar.errors import KvcellarError, ModelRefused, NotSupported
 from kvcellar.memory.kv.history import Backend
 from kvcellar.progress import report
@@ -49,7 +50,7 @@ def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
     model.eval()
     with silence_transformers():
         try:
-            reference = reference_of(model, seed=0)
+            reference = _reference(model)
         except MODEL_ERRORS as error:
             raise _refusal(model, _not_causal(model) or f"its own forward fails. {reason_of(error)}") from error
         for mode, build in modes.items():
@@ -60,6 +61,16 @@ def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
                 return found
             refused[mode] = found
     raise _refusal(model, _not_causal(model) or _joined(refused))
+
+
+def _reference(model: PreTrainedModel) -> Reference:
+    """Of its own forward; of its decoder's, where that needs an image with every text."""
+    try:
+        return reference_of(model, seed=0)
+    except MODEL_ERRORS:
+        if not let_decoder_read(model):
+            raise
+        return reference_of(model, seed=0)
 
 
 def _check_testable(model: PreTrainedModel) -> None:

@@ -196,7 +196,9 @@ class Guest:
 
     def _placed(self, positions: Tensor, images: StepImages | None) -> Tensor:
         """The positions that the network gets, where the plan has `positions`."""
-        return positions if images is None or images.positions is None else images.positions
+        if images is None or images.positions is None:
+            return positions
+        return images.positions.flatten() if len(images.positions) == 1 else images.positions
 
     def _forward(
         self,
@@ -212,14 +214,15 @@ class Guest:
         self._check(plan)
         if images is not None and images.rows is not None:
             assert self.vision is not None
-            with self.vision.seeing(images.rows):
+            with self.vision.seeing(images.rows, opening=self.ahead and self.mode == "solo"):
                 return self._forward(memory, plan, ids, want, head, images._replace(rows=None))
         if self.mode == "flat":
             return self.run(*self._flat(memory, plan, ids, head, images), want)
         rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
         from kvcellar.engine.models.registered import fresh_layers  # imports transformers
 
-        door = SoloDoor(memory, plan, fresh_layers(self.model))
+        opened_masks = self.vision is not None and self.vision.first is not None
+        door = SoloDoor(memory, plan, fresh_layers(self.model), looks_ahead=opened_masks)
         self._adapt(door, plan, lambda: None, head)
         logits = self.run(door, rows[0], self._placed(rows[1], images), want)
         door.put()

@@ -1,5 +1,6 @@
 """input_limits: which positions and token ids a model accepts, from its config and its embedding tables."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 PLACEHOLDERS = (  # names of the id of a placeholder in configs
     "image_token_id", "image_token_index", "img_token_id", "media_placeholder_token_id", "image_patch_id",
     "vision_token_id", "im_patch_id",
+    "video_token_id",  # of networks of videos only: an image is a still one
 )  # fmt: skip
+IMAGE_MASK = "image_embeds_position_mask"  # the argument of networks that are told which rows are of images
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,13 @@ def context_reason(model: "PreTrainedModel") -> str | None:
 
 
 def first_position(model: "PreTrainedModel") -> int:
-    """The model's number for position 0: learned tables that reserve a row for padding begin behind that row."""
-    tables = [
-        m for name, m in model.named_modules() if name.endswith("position_embeddings") and isinstance(m, Embedding)
+    """The model's number for position 0: learned tables that reserve a row for padding begin behind that row, and so do
+    computed ones that count the tokens which are not padding."""
+    tables: list[Any] = [
+        m
+        for name, m in model.named_modules()
+        if (name.endswith("position_embeddings") and isinstance(m, Embedding))
+        or callable(getattr(m, "create_position_ids_from_input_ids", None))
     ]
     return max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
 
@@ -80,9 +87,12 @@ def random_tokens(model: "PreTrainedModel", tokens: int, draw: Generator) -> lis
 
 
 def placeholder_of(model: "PreTrainedModel") -> int | None:
-    """The token that stands for a row of an image; None: its config names none."""
+    """The token that stands for a row of an image; None: its config names none. Where a network is told which rows are
+    of images, it reads no tokens there, and the last one it knows is as good as any."""
     named = (one for name in PLACEHOLDERS if isinstance(one := getattr(model.config, name, None), int))
-    return next(named, (getattr(model.config, "vocabulary_map", None) or {}).get("<image>"))
+    found = next(named, (getattr(model.config, "vocabulary_map", None) or {}).get("<image>"))
+    told = IMAGE_MASK in inspect.signature(model.forward).parameters
+    return embedding_rows(model) - 1 if found is None and told else found
 
 
 def embedding_rows(model: "PreTrainedModel") -> int:

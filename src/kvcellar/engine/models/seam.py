@@ -350,11 +350,12 @@ class FlatDoor(StepDoor):
 class SoloDoor(StepDoor):
     """One sequence in the open step, with the model's own attention, which gets all keys in order."""
 
-    def __init__(self, memory: Memory, plan: Plan, fresh: Callable[[int], Any]) -> None:
-        """`fresh` returns an empty cache layer of the model's own class, by index of the layer."""
+    def __init__(self, memory: Memory, plan: Plan, fresh: Callable[[int], Any], *, looks_ahead: bool = False) -> None:
+        """`fresh` returns an empty cache layer of the model's own class, by index of the layer. `looks_ahead`: what it
+        has of masks is changed (`Vision.seeing`)."""
         if len(plan.feeds) != 1:
             raise ModelRefused(f"a model that runs solo was given {len(plan.feeds)} sequences in one forward")
-        if plan.look_ahead:
+        if plan.look_ahead and not looks_ahead:
             raise ModelRefused("a model that runs solo has its own masks, so none of its tokens can look ahead")
         if plan.stored < plan.tokens:
             raise ModelRefused("a model that runs solo attends to its new tokens, so none of them can be query-only")

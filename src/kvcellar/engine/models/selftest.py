@@ -77,24 +77,27 @@ def partial_commit_test(guest: Guest, reference: Reference) -> Verdict:
 def image_test(
     guest: Guest, vision: Vision, whole: Sequence[int], inputs: Mapping[str, Tensor], features: Features
 ) -> Verdict:
-    """A text with the same image twice, in chunks, beside a text without one. `whole` are the tokens that stand for the
-    image, some of which may be around its placeholders, `inputs` what its processor made of it, `features` what its
-    tower did."""
+    """A text with the same image twice, or with it in front, in chunks, beside a text without one. `whole` are the
+    tokens that stand for the image, some of which may be around its placeholders, `inputs` what its processor made of
+    it, `features` what its tower did."""
     model, device = guest.model, guest.device
-    text = random_tokens(model, 24, torch.Generator().manual_seed(2))
-    ours = [*text[:5], *whole, *text[5:8], *whole, *text[8:14]]
+    text = random_tokens(model, 48, torch.Generator().manual_seed(2))
+    text = [token for token in text if token != vision.placeholder][:24]
+    ours = [*whole, *text[5:14]] if vision.in_front else [*text[:5], *whole, *text[5:8], *whole, *text[8:14]]
     places = [at for at, token in enumerate(ours) if token == vision.placeholder]
-    half = len(places) // 2
-    spans = Span(places[0], places[half - 1] + 1), Span(places[half], places[-1] + 1)
+    count = 1 if vision.in_front else 2
+    half = len(places) // count
+    spans = [Span(places[at], places[at + half - 1] + 1) for at in range(0, len(places), half)]
     n = len(spans[0])
     with torch.inference_mode():
         own_attention(model)
-        twice, logits = vision.of_two(ours, inputs)
+        given, logits = vision.of_two(ours, inputs) if count == 2 else (inputs, vision.logits(ours, inputs))
         reference = {0: logits, 1: vision.logits(text, {})}
         replay = _Replay(guest, Reference({0: ours, 1: text}, reference))
-    placed = vision.positions(ours, twice)
+    placed = vision.positions(ours, given)
     inside = () if features.ahead else (spans[0].start + n // 2,)
-    cuts = (0, 2, *inside, spans[0].end + 1, spans[1].end + 1, len(ours) - 1, len(ours))
+    before = () if vision.in_front else (2,)
+    cuts = (0, *before, *inside, *(span.end + 1 for span in spans), len(ours) - 1, len(ours))
     for number, (start, end) in enumerate(pairwise(cuts)):
         beside = [Feed(1, Span(4 * number, 4 * number + 4))] if guest.mode == "flat" else []
         parts = [(place - start, features, places.index(place) % half) for place in places if start <= place < end]

@@ -25,15 +25,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvcellar.engine.models.input_limits import placeholder_of
-from kvcellar.engine.models.seam import Door, opened
+from kvcellar.engine.models.input_limits import IMAGE_MASK, embedding_rows, placeholder_of
+from kvcellar.engine.models.seam import Door, Extras, opened, scoring_of
 from kvcellar.engine.models.sliced import Sliced
 from kvcellar.errors import ModelRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where a token is a placeholder
+MASK = "attention_mask"
+PIXELS = ("pixel_values", "flattened_patches")  # one of these is an argument of each network that sees
+TYPES = ("mm_token_type_ids", "token_type_ids", IMAGE_MASK)  # 1 where a token is a placeholder
 PLAIN = frozenset(  # what a decoder gets with text, too, or what our doors replace
     {
         "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache",
@@ -51,6 +53,7 @@ class Mask(NamedTuple):
 
     name: str
     more: torch.Size
+    dtype: torch.dtype
 
 
 class Features(NamedTuple):
@@ -110,6 +113,12 @@ class _TowerDoor(Door):
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         raise ModelRefused("its towers store keys and values")
 
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
+        """Of what is in front of the decoder, and has the config of its attention."""
+        if mask is not None:
+            raise ModelRefused("its towers have masks of the decoder's attention")
+        return nn.functional.scaled_dot_product_attention(q, k, v, scale=scoring_of(q, extras).scale).transpose(1, 2)
+
     def past_length(self, layer: int) -> int:
         return 0
 
@@ -131,18 +140,22 @@ class _AtDecoder(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """Of one network. `accepts`: the arguments of its forward. `blocks`: before each of these it may stop."""
+    """Of one network. `accepts`: the arguments of its forward. `blocks`: before each of these it may stop. `first`: the
+    layer that gets features, where the decoder gets pixels itself; None: they replace embeddings. `in_front`: its own
+    forward puts them in front of the text, so that it gets no tokens for them, and counts positions behind them."""
 
     model: "PreTrainedModel"
     decoder: nn.Module
     placeholder: int
     accepts: frozenset[str]
     blocks: Sequence[nn.Module]
+    first: nn.Module | None = None
+    in_front: bool = False
 
     @property
     def axes(self) -> bool:
-        """Whether positions have several axes."""
-        return _rope_index(self.model) is not None
+        """Whether positions are others than those of a text: they have several axes, or do not count images."""
+        return self.in_front or _rope_index(self.model) is not None
 
     def of_towers(self, layers: Iterable[str]) -> list[str]:
         """Those of these layers of the network that are in front of its decoder."""
@@ -176,19 +189,23 @@ class Vision:
         with opened(door):
             arguments = self._at_decoder(tokens, inputs)
         embeds, places = arguments.get("inputs_embeds"), tokens[0] == self.placeholder
-        if embeds is None:
-            raise ModelRefused("its decoder gets no embeddings")
+        rows = None if embeds is None else embeds[0, places].clone()
         layers, mask = dict[str, Layers](), None
         for name, value in arguments.items():
             if name in PLAIN or value is None or isinstance(value, bool | int | str):
                 continue
-            if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape[:2] == tokens.shape:
-                mask = Mask(name, value.shape[2:])
-            elif (several := _by_layer(value, int(places.sum()))) is not None:
-                layers[name] = several
-            else:
+            if isinstance(value, Tensor) and _is_mask(value, places):
+                mask = Mask(name, value.shape[2:], value.dtype)
+            elif (several := _by_layer(value, int(places.sum()))) is None:
                 raise ModelRefused(f"its decoder gets {name} with images, and what that is of a row is not known")
-        return Features(embeds[0, places].clone(), layers, mask, door.ahead, door.ahead and door.causal)
+            elif rows is None and isinstance(value, Tensor) and len(value) == 1:
+                rows = value[0].clone()  # it puts them in place of embeddings itself
+            else:
+                layers[name] = several
+        if rows is None:
+            raise ModelRefused("its decoder gets no embeddings")
+        ahead = door.ahead or (self.first is not None and not door.causal and _looks_ahead(arguments.get(MASK)))
+        return Features(rows, layers, mask, ahead, door.ahead and door.causal)
 
     def logits(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor:
         """[T,V] of the network's own forward over a text with images."""
@@ -222,13 +239,13 @@ class Vision:
         """Within the block, a forward calls `pause` where it may stop, and ends at its decoder. Steps find no hook: a
         recorded one would not call it."""
 
-        first = _first_layer(self.decoder)
+        first = self.first
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = _named(module, args, kwargs)
             if module is first:
-                raise _AtDecoder({"inputs_embeds": args[0] if args else kwargs["hidden_states"]})
-            names = inspect.signature(self.decoder.forward).parameters
-            raise _AtDecoder(dict(zip(names, args, strict=False)) | kwargs)
+                given = {"inputs_embeds": next(iter(given.values())), MASK: given.get(MASK)}
+            raise _AtDecoder(given)
 
         with ExitStack() as hooked:
             entry = self.decoder if first is None else first
@@ -240,6 +257,8 @@ class Vision:
     def _arguments(self, names: frozenset[str], tokens: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         types = (tokens == self.placeholder).long()
         given = {"input_ids": tokens, **dict.fromkeys(TYPES, types), **inputs}
+        if self.in_front:
+            given |= {"input_ids": tokens[:, types[0] == 0], MASK: None}
         return {name: value for name, value in given.items() if name in names}
 
     @torch.inference_mode()
@@ -255,6 +274,8 @@ class Vision:
     def positions(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor | None:
         """Of a text with images [axes,T], on the CPU, whose placeholders are in `ids`; None: those of any text.
         `inputs` are those of all of its images, in order."""
+        if self.in_front:
+            return (torch.tensor([ids]) != self.placeholder).cumsum(-1).sub(1).clamp(min=0)
         if (found := _rope_index(self.model)) is None:
             return None
         names = frozenset(inspect.signature(found).parameters)
@@ -263,11 +284,21 @@ class Vision:
         return (positions[0] if isinstance(positions, tuple) else positions)[:, 0].cpu()
 
     @contextmanager
-    def seeing(self, step: ImageRows) -> Iterator[None]:
-        """Within the block, the network has the features of images in the rows of a forward."""
+    def seeing(self, step: ImageRows, *, opening: bool = False) -> Iterator[None]:
+        """Within the block, the network has the features of images in the rows of a forward. `opening`: in its own mask
+        of one sequence, these rows see each other."""
 
         def replace(_: nn.Module, __: Any, embeddings: Tensor) -> Tensor:
             return embeddings.index_copy(1, step.rows, step.features[None].to(embeddings.dtype))
+
+        def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            given = _named(module, args, kwargs)
+            hidden = next(iter(given))
+            given[hidden] = replace(module, None, given[hidden])
+            if opening and (mask := given.get(MASK)) is not None:  # [1,1,T,N], the same one for all layers
+                seen = step.rows + mask.shape[-1] - mask.shape[-2]
+                mask[..., step.rows[:, None], seen] = mask.dtype == torch.bool
+            return (), given
 
         def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             given: dict[str, Any] = dict(step.layers)
@@ -275,12 +306,15 @@ class Vision:
                 ids: Tensor = (
                     kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
                 )
-                seen = torch.zeros(ids.shape[:2] + step.mask.more, dtype=torch.bool, device=ids.device)
-                seen[:, step.rows] = True
+                seen = torch.zeros(ids.shape[:2] + step.mask.more, dtype=step.mask.dtype, device=ids.device)
+                seen[:, step.rows] = 1
                 given[step.mask.name] = seen
             return args, {**kwargs, **given}
 
-        hooks = [self.model.get_input_embeddings().register_forward_hook(replace)]
+        if self.first is None:
+            hooks = [self.model.get_input_embeddings().register_forward_hook(replace)]
+        else:
+            hooks = [self.first.register_forward_pre_hook(enter, with_kwargs=True)]
         if step.layers or step.mask is not None:
             hooks.append(self.decoder.register_forward_pre_hook(add, with_kwargs=True))
         try:
@@ -293,25 +327,29 @@ class Vision:
 def vision_of(model: "PreTrainedModel") -> Vision | None:
     """How images enter the network; None if it does not see. Raises `ModelRefused` if its tokens cannot be served."""
     accepts, placeholder = frozenset(inspect.signature(model.forward).parameters), placeholder_of(model)
-    if "pixel_values" not in accepts:
+    if accepts.isdisjoint(PIXELS):
         return None
-    if placeholder is None:
-        raise ModelRefused("its config names no token that stands for a row of an image")
     decoder = model.get_decoder()
-    return Vision(model, decoder, placeholder, accepts, _blocks(model, decoder))
+    first = _first_layer(decoder)
+    if placeholder is None and first is None:
+        raise ModelRefused("its config names no token that stands for a row of an image")
+    token = embedding_rows(model) - 1 if placeholder is None else placeholder
+    return Vision(model, decoder, token, accepts, _blocks(model, decoder), first, placeholder is None)
 
 
 def _first_layer(decoder: nn.Module) -> nn.Module | None:
     """Of a decoder that gets pixels itself, its first layer; None: it gets embeddings."""
     if "pixel_values" not in inspect.signature(decoder.forward).parameters:
         return None
-    return decoder.get_submodule("layers.0")
+    names = {name for name, _ in decoder.named_modules()}
+    return next((decoder.get_submodule(one) for one in ("layers.0", "encoder.layer.0") if one in names), None)
 
 
 def _behind(decoder: nn.Module) -> set[nn.Module]:
     """The modules behind the embeddings that `_at_decoder` finds."""
-    inside = decoder if _first_layer(decoder) is None else decoder.get_submodule("layers")
-    return set(inside.modules())
+    first = _first_layer(decoder)
+    lists = (one for one in decoder.modules() if first is None or (isinstance(one, nn.ModuleList) and first in [*one]))
+    return set(next(lists).modules())
 
 
 def _blocks(model: "PreTrainedModel", decoder: nn.Module) -> list[nn.Module]:
@@ -344,6 +382,27 @@ def _alike(several: Layers, made: Callable[[int], Tensor]) -> Layers:
     return (
         {at: made(at) for at in several} if isinstance(several, Mapping) else [made(at) for at in range(len(several))]
     )
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module by their names, in order."""
+    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+
+
+def _looks_ahead(mask: Any) -> bool:
+    """Whether a mask of a network's own, [1,1,T,N] of Booleans or of what is added to scores, lets the first row see
+    the last column."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] < 2:
+        return False
+    seen = mask[0, 0, 0, -1]
+    return bool(seen if mask.dtype == torch.bool else seen == 0)
+
+
+def _is_mask(value: Tensor, places: Tensor) -> bool:
+    """Whether it is of the rows of images: Booleans [1,T,*more], or ones in these `places` [T]."""
+    if value.shape[:2] != (1, len(places)):
+        return False
+    return value.dtype == torch.bool or (value.dim() == 2 and bool((value[0] == places).all()))
 
 
 def _by_layer(value: Any, rows: int) -> Layers | None:

@@ -20,6 +20,7 @@ from kvcellar.engine.models.adapters.adapted import AdaptedLayer
 from kvcellar.engine.models.adapters.adapters import linear_layers
 from kvcellar.engine.models.mixers import Mixed
 from kvcellar.engine.models.seam import FlatDoor
+from kvcellar.engine.models.text_decoder import TextForward
 from kvcellar.engine.models.weights.packing import Routed
 from kvcellar.engine.recording.program import Op, Program
 from kvcellar.errors import KvcellarError
@@ -28,7 +29,7 @@ from kvcellar.memory.plan import Plan
 
 CAPTURING = "transformers.utils.output_capturing"  # its hooks do nothing unless a forward is to return more than logits
 Registered = Mapping[int, Any]
-OURS = (Mixed, Routed, AdaptedLayer)  # forwards that instances of modules have
+OURS = (Mixed, Routed, AdaptedLayer, TextForward)  # forwards that instances of modules have
 
 
 class Hooks:

@@ -7,8 +7,9 @@
     /inspector/api/entry         the text of an entry of the tree, by `name`
     /inspector/api/request       the way of a request through the tree, by `number`
 
-The last four take `model`, and on a gateway of a cluster `replica`. Nothing here changes an engine. The pages load nothing from
-elsewhere; files of others are as their packages have them (`static/NOTICE` has their versions, licences and digests).
+The last four take `model`, and on a gateway of a cluster `replica`. Nothing here changes an engine. The pages load
+nothing from elsewhere; files of others are as their packages have them (`static/NOTICE` has their versions, licences
+and digests).
 
 Always true:
   * an engine is looked at once a second at most for all streams and snapshots together;

@@ -38,8 +38,8 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Mounted:
-    """`open`: paths of pages, which need no key, as they have nothing of requests. Below `operated` an admin key counts as
-    an API key. `operations`: what the OpenAPI document says of the routes that are in it, by method and path."""
+    """`open`: paths of pages, which need no key, as they have nothing of requests. Below `operated` an admin key counts
+    as an API key. `operations`: what the OpenAPI document says of the routes that are in it, by method and path."""
 
     routes: Sequence[BaseRoute]
     open: frozenset[str] = frozenset()

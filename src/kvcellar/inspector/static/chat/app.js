@@ -14,7 +14,7 @@ const WANTED = { stream_options: { include_usage: true }, return_token_ids: true
 function Key({ message, again }) {
   const [key, setKey] = useState("");
   const send = (event) => (event.preventDefault(), saveKey(key.trim()), again());
-  return html`<main><form class="ask" onSubmit=${send}>
+  return html`<main><h1>kvcellar chat</h1><form class="ask" onSubmit=${send}>
     <p>This server has API keys${message && `: ${message}`}.</p>
     <label for="key">API key, kept until the tab is closed</label>
     <input id="key" type="password" autocomplete="off" value=${key} onInput=${(event) => setKey(event.target.value)} />
@@ -109,8 +109,8 @@ function Chat({ names, inspector, lockOut }) {
   const places = useMemo(() => {
     if (!known) return new Map();
     const before = kept.pathTo(one, shown.parent);
-    const system = info?.chats && one.system.trim() ? [one.system] : [];
-    const found = placed(known.ids, known.texts, [...system, ...before.map((node) => node.text)]).slice(system.length);
+    const system = info?.chats && one.system.trim() ? [{ text: one.system, images: [] }] : [];
+    const found = placed(known.ids, known.texts, [...system, ...before]).slice(system.length);
     return new Map(before.map((node, at) => [node.id, found[at]]));
   }, [known, shown, one, version]);
 
@@ -128,6 +128,7 @@ function Chat({ names, inspector, lockOut }) {
   useEffect(() => { if (bottom.current) end.current?.scrollIntoView({ block: "end" }); }, [version, busy, one]);
 
   function keep() {
+    if (one.removed) return;
     one.at = Date.now();
     setNote(kept.save(one));
     setAll((before) => [one, ...before.filter((it) => it.id !== one.id)]);
@@ -163,9 +164,16 @@ function Chat({ names, inspector, lockOut }) {
   const link = (node) => (inspector && node.turn?.queued !== undefined ? `/inspector#${new URLSearchParams({ model: one.model, queued: node.turn.queued })}` : null);
   const act = { edit, reuse, link, again: (node) => write(one.nodes[node.parent]), choose: (node) => ((one.chosen[node.parent] = node.id), setChosen(null), keep()), show: (node) => setChosen(node === shown ? null : node.id) };
   const view = { marks, shown, places, busy: busy?.node, chats: info?.chats, model };
-  const open = (it) => (setOne(it), setChosen(null), setSide(false), kept.save(it));
+  const open = (it) => (setOne(it), setChosen(null), setSide(false), Object.keys(it.nodes).length && kept.save(it));
   const start = () => open(kept.empty(model, one));
-  const remove = (it) => (kept.remove(it), busy?.one === it && busy.abort.abort(), setAll(all.filter((other) => other !== it)), setOne(all.find((other) => other !== it) || kept.empty(model)));
+  function remove(it) {
+    it.removed = true; // an answer may still come
+    kept.remove(it);
+    if (busy?.one === it) busy.abort.abort();
+    const others = all.filter((other) => other !== it);
+    setAll(others);
+    setOne(others[0] || kept.empty(model));
+  }
   const told = busy ? "Writing." : last ? `Answer complete: ${count(last.turn.restored)} of ${count(last.turn.prompt)} prompt tokens came from memory.` : "";
 
   return html`<header class="top">
@@ -189,7 +197,7 @@ function Chat({ names, inspector, lockOut }) {
           ${nodes.length ? html`<${Legend} marks=${marks} toggle=${(yes) => (kept.showMarks(yes), setMarks(yes))} />` : html`<div class="hello">
             <p>${info.chats ? "Ask something, then something else." : `${model} has no chat template, so it continues texts instead of answering.`}</p>
             <p class="note">Each ${info.chats ? "answer" : "continuation"} says which tokens of its prompt came from memory, from where, and how long everything took. ${info.images ? "Images can be picked, pasted or dropped." : ""}</p></div>`}
-          <ol class="messages" aria-label="messages">${nodes.map((node) => html`<${Message} key=${node.id} node=${node} among=${kept.variants(one, node)} view=${view} act=${act} />`)}</ol>
+          <ol class="messages" aria-label="messages">${nodes.map((node) => html`<${Message} key=${`after ${node.parent}`} node=${node} among=${kept.variants(one, node)} view=${view} act=${act} />`)}</ol>
           ${note && html`<p class="failed" role="alert">${note}</p>`}
           <${Composer} info=${info} busy=${Boolean(busy)} last=${nodes.length} send=${send} stop=${() => busy?.abort.abort()} />
           <div ref=${end}></div>`}

@@ -75,7 +75,7 @@ function message({ role, text, images }) {
 export function prompt(one, nodes, chats) {
   if (!chats) return { prompt: nodes.map((node) => node.text).join("") };
   const system = one.system.trim() ? [{ role: "system", content: one.system }] : [];
-  return { messages: [...system, ...nodes.map(message)] };
+  return { messages: [...system, ...nodes.filter((node) => node.text || node.images.length).map(message)] };
 }
 
 // The parameters that are set; the others are those of the model.

@@ -6,21 +6,26 @@ import { isImage } from "/inspector/chat/client.js";
 
 export const TIERS = ["device", "host", "disk", "remote"];
 
-// Where each text is in the tokens: {tokens: [[index, its part of the text]], images: [indices]}, or null for a text
+// Where each message ({text, images}) is in the tokens: {tokens: [[index, its part of the text]], images: [indices]}, or null for a text
 // that a template has changed. White space around a text may be lost.
-export function placed(ids, texts, contents) {
+export function placed(ids, texts, messages) {
   const starts = [];
   let whole = "";
   for (const text of texts) [starts[starts.length], whole] = [whole.length, whole + text];
   let [from, before] = [0, 0];
-  return contents.map((content) => {
-    const text = content.trim();
+  return messages.map((message) => {
+    const text = message.text.trim();
+    let end = before;
+    if (!text && message.images.length) { // only images: up to the last of those that are next
+      while (end < ids.length && !isImage(ids[end])) end++;
+      while (end < ids.length && isImage(ids[end])) end++;
+      from = starts[end] ?? whole.length;
+    }
     const at = whole.indexOf(text, from);
     if (at < 0) return null;
     from = at + text.length;
     const tokens = [];
-    let end = before;
-    for (; end < texts.length && (starts[end] < from || (!text && isImage(ids[end]))); end++) {
+    for (; end < texts.length && starts[end] < from; end++) {
       const part = texts[end].slice(Math.max(0, at - starts[end]), Math.max(0, from - starts[end]));
       if (part) tokens.push([end, part]);
     }
@@ -71,7 +76,7 @@ const slow = (ms, median) => (ms > 5 * median ? "s3" : ms > 2.5 * median ? "s2" 
 // The text of an answer, with the time of each token.
 export function Written({ text, turn }) {
   return useMemo(() => {
-    const place = turn.texts && placed([], turn.texts, [text])[0];
+    const place = turn.texts && placed([], turn.texts, [{ text, images: [] }])[0];
     if (!place || !place.tokens.length) return text;
     const { found, median } = steps(turn);
     const [lead, tail] = [text.slice(0, text.length - text.trimStart().length), text.slice(text.trimEnd().length)];

@@ -2,11 +2,16 @@
 
 import { html, useEffect, useRef, useState } from "/inspector/vendor/preact-htm.js";
 import { count, counted } from "/inspector/data.js";
-import { Marked, Turn, Written, told } from "/inspector/chat/marks.js";
+import { Marked, Turn, Written, origin, told } from "/inspector/chat/marks.js";
 
-function Images({ node }) {
+const CODE = /^( {4}|\t|```)/m; // is shown in columns
+const classes = (text) => (CODE.test(text) ? "text code" : "text");
+
+// The line under the images of a message is that of their first token.
+function Images({ node, view }) {
   if (!node.images.length) return null;
-  return html`<ul class="thumbs">${node.images.map((url, at) => html`<li key=${at}><img src=${url} alt=${`image ${at + 1} of the message`} /></li>`)}</ul>`;
+  const first = view?.marks && view.shown && view.places.get(node.id)?.images[0];
+  return html`<ul class=${`thumbs ${first ? `of-${origin(view.shown.turn, first)}` : ""}`}>${node.images.map((url, at) => html`<li key=${at}><img src=${url} alt=${`image ${at + 1} of the message`} /></li>`)}</ul>`;
 }
 
 // The editor of a message that was sent. `reuse(text)` returns how much of the prompt stays in memory.
@@ -53,7 +58,7 @@ function Text({ node, view }) {
 
 function Answer({ node, view }) {
   return html`${node.reasoning && html`<details class="reasoning" open=${!node.text}><summary>Reasoning</summary><p class="text">${node.reasoning}</p></details>`}
-    <p class="text"><${Text} node=${node} view=${view} />${node === view.busy && html`<span class="caret" aria-hidden="true"></span>`}</p>
+    <p class=${classes(node.text)}><${Text} node=${node} view=${view} />${node === view.busy && html`<span class="caret" aria-hidden="true"></span>`}</p>
     ${node.turn?.error && html`<p class="failed" role="alert">${node.turn.error}</p>`}
     ${node.turn?.end === "length" && html`<p class="note">Cut off at the most tokens.</p>`}`;
 }
@@ -73,10 +78,10 @@ export function Message({ node, among, view, act }) {
       <${Branches} node=${node} among=${among} choose=${act.choose} beside=${beside} compare=${() => setBeside(!beside)} />
     </header>
     ${beside && among.length > 1 ? html`<ol class="beside">${among.map((one) => html`<li key=${one.id} class=${one === node ? "chosen" : ""}>
-        <${Images} node=${one} /><${ours ? Text : Answer} node=${one} view=${view} />${turn(one)}
+        <${Images} node=${one} />${ours ? html`<p class=${classes(one.text)}>${one.text}</p>` : html`<${Answer} node=${one} view=${view} />`}${turn(one)}
         <p class="actions">${one === node ? html`<span class="note">goes on from here</span>` : html`<button type="button" onClick=${() => act.choose(one)}>Go on from here</button>`}</p></li>`)}</ol>`
-      : editing ? html`<${Images} node=${node} /><${Editor} node=${node} chats=${view.chats} reuse=${(text, signal) => act.reuse(node, text, signal)} cancel=${leave} send=${(text) => (setEditing(false), act.edit(node, text))} />`
-        : html`<${Images} node=${node} />${ours ? html`<p class="text"><${Text} node=${node} view=${view} /></p>` : html`<${Answer} node=${node} view=${view} />`}${turn(node)}`}
+      : editing ? html`<${Images} node=${node} /><${Editor} key=${node.id} node=${node} chats=${view.chats} reuse=${(text, signal) => act.reuse(node, text, signal)} cancel=${leave} send=${(text) => (setEditing(false), act.edit(node, text))} />`
+        : html`<${Images} node=${node} view=${view} />${ours ? html`<p class=${classes(node.text)}><${Text} node=${node} view=${view} /></p>` : html`<${Answer} node=${node} view=${view} />`}${turn(node)}`}
     ${!editing && html`<p class="actions">
       ${ours && html`<button type="button" class="plain" ref=${edit} disabled=${Boolean(view.busy)} onClick=${() => setEditing(true)}>Edit</button>`}
       ${!ours && html`<button type="button" class="plain" disabled=${Boolean(view.busy)} onClick=${() => act.again(node)}>Regenerate</button>`}

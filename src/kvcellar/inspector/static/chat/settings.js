@@ -43,7 +43,7 @@ export function Settings({ one, info, changed }) {
   const set = (name, value) => ((one.params = { ...one.params, [name]: value }), changed());
   return html`<section aria-labelledby="settings" class="settings">
     <h2 id="settings">Settings</h2>
-    <p class="note">What is empty is as the model has it.</p>
+    <p class="note">Empty: the model's own values.</p>
     ${info.chats && html`<label for="system">System prompt</label>
       <textarea id="system" rows="3" value=${one.system} onInput=${(event) => ((one.system = event.target.value), changed())}></textarea>`}
     <div class="fields">${FIELDS.map(([name, least, most, step, about]) => html`<label key=${name} for=${name} title=${about}>${name}</label>

@@ -95,7 +95,7 @@ function Chat({ names, inspector, lockOut }) {
 
   const nodes = kept.path(one);
   const last = nodes.findLast((node) => node.turn?.restored !== undefined);
-  const shown = nodes.find((node) => node.id === chosen) || (busy?.one === one ? null : last);
+  const shown = nodes.find((node) => node.id === chosen) || last;
   const known = shown && prompts.current.get(shown.id);
   useEffect(() => { // after the page was loaded again, tokens of a prompt are asked for again
     if (!shown || known || !info?.model || info.failed) return;

@@ -99,10 +99,10 @@ function Times({ turn }) {
   </svg>`;
 }
 
-function Speed({ turn }) {
+function Speed({ turn, children }) {
   const n = turn.completion ?? turn.ids;
   const seconds = turn.ms.length ? turn.ms.at(-1) / 1e3 : 0;
-  return html`<p class="speed"><span class="key written"></span>${counted(n, "token")} written${seconds > 0 ? ` in ${time(seconds)}, ${rate((turn.ms.length - 1) / seconds)}/s` : ""}<${Times} turn=${turn} /></p>`;
+  return html`<p class="speed"><span class="key written"></span>${counted(n, "token")} written${seconds > 0 ? ` in ${time(seconds)}, ${rate((turn.ms.length - 1) / seconds)}/s` : ""}<${Times} turn=${turn} />${children}</p>`;
 }
 
 // What came from memory for an answer, why it was not more, and how long everything took.
@@ -116,9 +116,10 @@ export function Turn({ turn, shown, show, link }) {
       <b class="memory">${count(turn.restored)} of ${counted(turn.prompt, "prompt token")} came from memory</b>${tiers && ` (${tiers})`}, ${count(turn.prompt - turn.restored)} computed; first token after ${time(turn.first / 1e3)}</p>`}
     ${known && turn.reason !== "all" && html`<p class="why">Why not more: <span class=${`reason r-${turn.reason.replace(/ /g, "-")}`}>${turn.reason}</span> ${turn.detail || REASONS[turn.reason]}</p>`}
     ${!known && turn.end === "stopped" && html`<p>Stopped: what is here was kept. What came from memory is told at the end of an answer.</p>`}
-    ${turn.ms.length > 0 && html`<${Speed} turn=${turn} />`}
-    ${known && html`<p class="more-of">${show && html`<button type="button" class="plain" aria-pressed=${shown ? "true" : "false"} onClick=${show}>${shown ? "marked above" : "mark above"}</button>`}
-      ${link && html`<a href=${link} target="_blank" rel="opener">in the tree</a>`}</p>`}
+    ${(turn.ms.length > 0 || known) && html`<${Speed} turn=${turn}>
+      ${known && show && html`<button type="button" class="plain" aria-pressed=${shown ? "true" : "false"} onClick=${show}>${shown ? "marked above" : "mark above"}</button>`}
+      ${known && link && html`<a href=${link} target="_blank" rel="opener">in the tree</a>`}
+    <//>`}
   </div>`;
 }
 
@@ -126,7 +127,7 @@ export function Legend({ marks, toggle }) {
   return html`<div class="legend">
     <label><input type="checkbox" checked=${marks} onChange=${(event) => toggle(event.target.checked)} /> Mark tokens</label>
     ${marks && html`<ul aria-label="legend">
-      ${TIERS.map((tier) => html`<li><span class=${`t ${tier}`}>from memory: ${tier}</span></li>`)}
+      <li>from memory: ${TIERS.map((tier, at) => html`${at ? ", " : ""}<span class=${`t ${tier}`}>${tier}</span>`)}</li>
       <li><span class="t computed">computed</span></li>
       <li><span class="t written s0">written</span>, <span class="t written s2">slower</span></li>
     </ul>`}

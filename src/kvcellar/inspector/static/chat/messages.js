@@ -53,7 +53,7 @@ function Text({ node, view }) {
   const { marks, shown, places } = view;
   const place = marks && shown && node !== shown ? places.get(node.id) : null;
   if (place) return html`<${Marked} text=${node.text} place=${place} turn=${shown.turn} />`;
-  return marks && node.turn?.texts && node === shown ? html`<${Written} text=${node.text} turn=${node.turn} />` : node.text;
+  return marks && node.turn?.texts && (node === shown || !places.has(node.id)) ? html`<${Written} text=${node.text} turn=${node.turn} />` : node.text;
 }
 
 function Answer({ node, view }) {
@@ -75,17 +75,17 @@ export function Message({ node, among, view, act }) {
   return html`<li class=${`message ${node.role}`}>
     <header><h2>${names[node.role]}</h2>
       ${view.marks && place && html`<span class="told">${told(place, view.shown.turn)}</span>`}
-      <${Branches} node=${node} among=${among} choose=${act.choose} beside=${beside} compare=${() => setBeside(!beside)} />
+      <span class="actions">
+        <${Branches} node=${node} among=${among} choose=${act.choose} beside=${beside} compare=${() => setBeside(!beside)} />
+        ${ours && !editing && html`<button type="button" class="plain" ref=${edit} disabled=${Boolean(view.busy)} onClick=${() => setEditing(true)}>Edit</button>`}
+        ${!ours && html`<button type="button" class="plain" disabled=${Boolean(view.busy)} onClick=${() => act.again(node)}>Regenerate</button>`}
+        <button type="button" class="plain" onClick=${() => navigator.clipboard?.writeText(node.text)}>Copy</button>
+      </span>
     </header>
     ${beside && among.length > 1 ? html`<ol class="beside">${among.map((one) => html`<li key=${one.id} class=${one === node ? "chosen" : ""}>
         <${Images} node=${one} />${ours ? html`<p class=${classes(one.text)}>${one.text}</p>` : html`<${Answer} node=${one} view=${view} />`}${turn(one)}
         <p class="actions">${one === node ? html`<span class="note">goes on from here</span>` : html`<button type="button" onClick=${() => act.choose(one)}>Go on from here</button>`}</p></li>`)}</ol>`
       : editing ? html`<${Images} node=${node} /><${Editor} key=${node.id} node=${node} chats=${view.chats} reuse=${(text, signal) => act.reuse(node, text, signal)} cancel=${leave} send=${(text) => (setEditing(false), act.edit(node, text))} />`
         : html`<${Images} node=${node} view=${view} />${ours ? html`<p class=${classes(node.text)}><${Text} node=${node} view=${view} /></p>` : html`<${Answer} node=${node} view=${view} />`}${turn(node)}`}
-    ${!editing && html`<p class="actions">
-      ${ours && html`<button type="button" class="plain" ref=${edit} disabled=${Boolean(view.busy)} onClick=${() => setEditing(true)}>Edit</button>`}
-      ${!ours && html`<button type="button" class="plain" disabled=${Boolean(view.busy)} onClick=${() => act.again(node)}>Regenerate</button>`}
-      <button type="button" class="plain" onClick=${() => navigator.clipboard?.writeText(node.text)}>Copy</button>
-    </p>`}
   </li>`;
 }

@@ -21,6 +21,13 @@ from tests.inspector.browsing import NEEDS_CHROMIUM, Pages
 pytestmark = [NEEDS_CHROMIUM, pytest.mark.usefixtures("wait")]
 AXE = files("axe_playwright_python").joinpath("axe.min.js")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+GIVE = """([name, bytes]) => {
+  const given = new DataTransfer(), how = { bubbles: true, cancelable: true };
+  given.items.add(new File([new Uint8Array(bytes)], "white.png", { type: "image/png" }));
+  const kinds = { drop: DragEvent, paste: ClipboardEvent };
+  const event = new kinds[name](name, { ...how, dataTransfer: given, clipboardData: given });
+  document.getElementById("text").dispatchEvent(event);
+}"""
 FIRST, SECOND = "def add(one, other):", "def subtract(one, other):"
 
 
@@ -256,6 +263,11 @@ def test_an_image_is_sent_once_computed_and_then_remembered(pages, tmp_path: Pat
             say(page, "What is this?")
             say(page, "How many?")
             assert restored(page)[0] > 30
+            for n, event in enumerate(("drop", "paste"), start=1):
+                page.evaluate(GIVE, [event, list((tmp_path / "white.png").read_bytes())])
+                expect(page.get_by_role("img", name=f"image {n} to send")).to_be_visible()
+            page.get_by_role("button", name="remove image 1").click()
+            expect(page.get_by_role("list", name="images to send").get_by_role("img")).to_have_count(1)
             first = page.locator(".message.user").first
             expect(first.locator(".told")).to_have_text(re.compile(r"\d+ tokens, 36 of images: \d+ from memory"))
             expect(first.locator(".of-device img")).to_be_visible()

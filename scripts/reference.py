@@ -160,6 +160,8 @@ RESPONSE_FIELDS = """\
 - `token_ids` of a choice and of each chunk, if `return_token_ids` is set or the model has no tokenizer; with the
   former also `prompt_token_ids`, of a chat in the response or its first chunk, of a text completion in each choice or
   its first chunk (as in vLLM).
+- `token_ms` of a choice and of each chunk, if `return_token_times` is set: when the server had each token, in
+  milliseconds since the first one of the choice.
 - Legacy `logprobs`: a token that is a part of a character is named by its bytes, `bytes:\\xc3` (as in OpenAI's API),
   and one whose text another likely token has by its id, `token_id:N`.
 - `timings` of a response, or of the last chunk of a stream with `include_usage`: [statistics](statistics.md).

@@ -161,7 +161,7 @@ def test_as_json_each_line_is_an_object(monkeypatch):
     refused, served = sorted((one, other), key=lambda line: line["route"])  # a line follows its response
     assert ran.code == 0
     assert [line["message"].partition(" ")[0] for line in opening] == [
-        *("cellar/fake-1:", "Serving", "OpenAI:", "See", "Memory:", "Keys:")
+        *("cellar/fake-1:", "Serving", "OpenAI:", "Chat", "See", "Memory:", "Keys:")
     ]
     assert served.pop("ms") > 0
     assert HEAD.match(f"{served.pop('time')} INFO x: ")

@@ -21,14 +21,14 @@ class Pages:
         self._browser, self._pages = browser, list[Page]()
         self.said: list[str] = []
 
-    def open(self, url: str, *, allowed: str = "$^", **how: Any) -> Page:
-        page = self._browser.new_page(viewport={"width": 1360, "height": 1000}, **how)
+    def open(self, url: str, *, path: str = "/inspector", allowed: str = "$^", width: int = 1360, **how: Any) -> Page:
+        page = self._browser.new_page(viewport={"width": width, "height": 1000}, **how)
         self._pages.append(page)
         page.set_default_timeout(1e3 * PATIENCE)
         page.on("console", lambda message: re.search(allowed, message.text) or self.said.append(message.text))
         page.on("pageerror", lambda error: self.said.append(str(error)))
         page.on("dialog", lambda dialog: (self.said.append(dialog.message), dialog.dismiss()))
-        page.goto(f"{url}/inspector")
+        page.goto(f"{url}{path}")
         return page
 
     def close(self) -> None:

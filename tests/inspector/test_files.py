@@ -1,4 +1,4 @@
-"""The files of the page: what others wrote is as their packages have it, and nothing parses a text as HTML or code."""
+"""The files of the pages: what others wrote is as their packages have it, and nothing parses a text as HTML or code."""
 
 import hashlib
 import re
@@ -28,7 +28,7 @@ def test_every_file_of_others_is_listed_with_its_digest_and_licence():
 
 def test_the_table_has_every_file_of_the_folder():
     found = [path.name for path in STATIC.iterdir() if path.is_file()]
-    found += [f"vendor/{path.name}" for path in STATIC.joinpath("vendor").iterdir()]
+    found += [f"{folder}/{path.name}" for folder in ("vendor", "chat") for path in STATIC.joinpath(folder).iterdir()]
     assert sorted(found) == sorted(FILES) == sorted(read_files())
 
 
@@ -49,4 +49,5 @@ def test_what_is_loaded_is_in_the_table(name):
 def test_the_policy_allows_no_code_of_the_page_itself():
     assert "unsafe" not in POLICY
     assert "default-src 'none'" in POLICY
-    assert not re.search(r"<script(?![^>]*\bsrc=)", STATIC.joinpath("index.html").read_text())
+    for page in ("index.html", "chat/index.html"):
+        assert not re.search(r"<script(?![^>]*\bsrc=)", STATIC.joinpath(*page.split("/")).read_text())

@@ -22,7 +22,8 @@ from tests.serve.declared import DeclaredClient
 MINE, YOURS, ADMIN = "sk-key-of-mine", "sk-key-of-yours", "sk-key-of-the-operator"
 KEYS: dict[str, Any] = {"key_digests": (key_digest(MINE), key_digest(YOURS)), "admin_digests": (key_digest(ADMIN),)}
 SECRET = "def the_secret_of_mine(path):"
-PAGE = ["/inspector", "/favicon.ico", *(f"/inspector/{name}" for name in FILES if name != "index.html")]
+PAGE = ["/inspector", "/favicon.ico", *(f"/inspector/{name}" for name in FILES if not name.endswith(".html"))]
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,25 @@ def test_every_file_is_sent_under_the_policy_and_is_not_sent_again(plain, path):
     again = plain.get(path, headers={"if-none-match": response.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert plain.get(path, headers={"if-none-match": '"another"'}).content == response.content
+
+
+def test_a_browser_gets_the_chat_at_the_root_and_others_what_ollama_has_there(plain):
+    page = plain.get("/", headers=BROWSER)
+    assert (page.headers["content-type"], page.headers["content-security-policy"]) == (
+        "text/html; charset=utf-8",
+        POLICY,
+    )
+    assert plain.get("/").text == plain.get("/", headers={"accept": "application/json"}).text == "kvcellar is running"
+    assert page.headers["vary"] == plain.get("/").headers["vary"] == "accept"
+
+
+def test_the_chat_needs_no_key_and_no_inspector_and_all_else_does(engine):
+    with served(engine, **KEYS) as client:
+        for path in ("/", "/inspector/chat/app.js", "/inspector/data.js", "/inspector/vendor/preact-htm.js"):
+            assert client.get(path, headers=BROWSER).status_code == 200, path
+        assert client.get("/").status_code == 401
+        for path in ("/inspector", "/inspector/app.js", "/inspector/vendor/uplot.js", "/v1/models"):
+            assert client.get(path, headers=BROWSER).status_code == 401, path
 
 
 @pytest.mark.parametrize(

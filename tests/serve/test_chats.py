@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -73,6 +74,12 @@ def test_a_request_can_have_its_replies_tokenized_again(tmp_path: Path) -> None:
         assert again.prompt_tokens_details.cached_tokens < known
         exact, _ = ask(client, messages, suppressed)
         assert exact.prompt_tokens_details.cached_tokens == known
+        url, headers = str(client.base_url.join("/tokenize")), {"authorization": f"Bearer {KEYS[0]}"}
+        bodies: Any = ({"messages": messages}, {"messages": messages, "replay_tokens": True})
+        plain, ours = (httpx.post(url, json=body, headers=headers).json()["tokens"] for body in bodies)
+        assert len(ours) == exact.prompt_tokens
+        assert plain != ours
+        assert engine.decode(plain) == engine.decode(ours)
 
 
 def test_replies_to_other_keys_and_users_are_not_replayed(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ FIELDS = [  # field, what was sent; each is refused, and the refusal names the f
     *(("min_tokens", value) for value in (-1, 2**31, 0.5, "1")),
     *(("ignore_eos", value) for value in (1, "true")),
     *(("return_token_ids", value) for value in (1, "true")),
+    ("return_token_times", 1),
     *(("min_length", value) for value in (-1, 2**31, "1")),
     *(("no_repeat_ngram_size", value) for value in (-1, 65, 1.5, "1")),
     *(("bad_words_ids", value) for value in ([[]], [5], 5, [["a"]], [[-1]], [[1] * 65], [[1]] * 4097)),

@@ -300,6 +300,22 @@ def test_the_ids_of_the_prompt_are_told_once_of_a_chat(http, stream):
     assert "prompt_token_ids" not in http.post(CHAT, json=body).text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat("hi", n=2)), (COMPLETIONS, completion("hi", n=2))])
+def test_each_token_has_its_time_since_the_first(http, path, body, stream):
+    body = body | {"stream": stream, "max_tokens": 5}
+    wanted = http.post(path, json=body | {"return_token_times": True, "return_token_ids": True})
+    told = chunks_of(wanted.text) if stream else [wanted.json()]
+    for index in range(2):
+        parts = [one for chunk in told for one in chunk["choices"] if one["index"] == index]
+        times = joined(part.get("token_ms", []) for part in parts)
+        assert len(times) == len(joined(part["token_ids"] for part in parts)) > 1
+        assert times == sorted(times)
+        assert times[0] == 0
+    assert "token_ms" in http.post(path, json=body | {"return_token_times": True}).text
+    assert "token_ms" not in http.post(path, json=body).text
+
+
 def test_impossible_tokens_have_openais_minimum_logprob(http, engine, monkeypatch):
     monkeypatch.setattr("tests.serve.fake_engine._logprobs", _one_impossible)
     logprobs = http.post(COMPLETIONS, json=completion("a", logprobs=1)).json()["choices"][0]["logprobs"]

@@ -40,6 +40,8 @@ def test_a_content_is_tokenized_as_llama_cpp_does(http):
 def test_tokens_become_a_text_under_both_names(http):
     assert http.post("/detokenize", json={"tokens": [104, 105]}).json() == {"prompt": "hi", "content": "hi"}
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
+    found = http.post("/detokenize", json={"tokens": [104, 0xC3, 0xA9], "with_pieces": True}).json()
+    assert found == {"prompt": "hé", "content": "hé", "pieces": ["h", [0xC3], [0xA9]]}
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,7 @@ def test_vllms_fields_may_have_values_that_change_nothing(http, form):
         ("/tokenize", {"messages": TALK, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
         ("/tokenize", {"prompt": "a", "tools": [TOOL]}, 400, "tools"),
         ("/tokenize", {"content": "a", "continue_final_message": True}, 400, "continue_final_message"),
+        ("/tokenize", {"prompt": "a", "replay_tokens": True}, 400, "replay_tokens"),
         ("/tokenize", {"messages": TALK, "add_special_tokens": True}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": TALK, "continue_final_message": True}, 400, "messages"),
         ("/tokenize", {"messages": TALK, "tools": [{"function": {}}]}, 400, "tools[0].function.name"),

@@ -32,7 +32,7 @@ def replies(params: SamplingParams | None = None) -> Replies:
 
 
 def options(**wanted: bool) -> Any:
-    names = ("tokens_as_ids", "token_ids", "include_usage", "continuous_usage", "recall")
+    names = ("tokens_as_ids", "token_ids", "token_times", "include_usage", "continuous_usage", "recall")
     return SimpleNamespace(prompt_logprobs=None, model="m", **dict.fromkeys(names, False) | wanted)
 
 

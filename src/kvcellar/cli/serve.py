@@ -116,6 +116,7 @@ def show_banner(
     """Announce each line. `url` is that of the server, without a path."""
     announce(f"Serving {', '.join(host.names)} at {url}/v1")
     announce("; ".join(f"{name}: {url}{path}" for name, path in APIS.items()))
+    announce(f"Chat at {url}/")
     if settings.inspects:
         announce(f"See inside at {url}{PAGE}")
     used, limit = host.bytes, host.limits.max_bytes

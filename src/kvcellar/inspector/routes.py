@@ -1,13 +1,15 @@
-"""routes: the page at `/inspector`, and what it shows.
+"""routes: the pages of the server: the chat at `/`, the inspector at `/inspector`, and what the latter shows.
 
-    /inspector                   the page, and its files below it
+    /                            the chat, for browsers only: it is a client of OpenAI's API, and always there
+    /inspector                   the inspector; below it the files of both pages
     /inspector/api/snapshot      one JSON object (see `snapshot`)
     /inspector/api/stream        the same as server-sent events, one when something has changed, at most one a second
     /inspector/api/entry         the text of an entry of the tree, by `name`
     /inspector/api/request       the way of a request through the tree, by `number`
 
-All take `model`, and on a gateway of a cluster `replica`. Nothing here changes an engine. The page loads nothing from
-elsewhere; files of others are as their packages have them (`static/NOTICE` has their versions, licences and digests).
+The last four take `model`, and on a gateway of a cluster `replica`. Nothing here changes an engine. The pages load
+nothing from elsewhere; files of others are as their packages have them (`static/NOTICE` has their versions, licences
+and digests).
 
 Always true:
   * an engine is looked at once a second at most for all streams and snapshots together;
@@ -29,7 +31,8 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from kvcellar.engine.control_replies import RECENT_SECONDS, Picture
 from kvcellar.engine.stats import ClusterStats, EngineStats, ReplicaStats
@@ -54,15 +57,18 @@ from kvcellar.serve.http.json_text import to_json
 from kvcellar.serve.http.sending import HeldStream
 from kvcellar.serve.models.model_use import with_loaded
 from kvcellar.serve.operation import SSE, Operation, Parameter
-from kvcellar.serve.shared import Mounted, Shared
+from kvcellar.serve.shared import Mounted, Shared, from_browser
 
-PAGE, ICON = "/inspector", "/favicon.ico"  # paths
-SCRIPTS = ("app.js", "data.js", "replicas.js", "requests.js", "tree.js", "memory.js", "steps.js")
-NAMES = ("index.html", *SCRIPTS, "page.css", "icon.svg")
-VENDOR = ("vendor/preact-htm.js", "vendor/d3-hierarchy.js", "vendor/uplot.js", "vendor/uplot.css")
+CHAT, PAGE, ICON = "/", "/inspector", "/favicon.ico"  # paths
+SCRIPTS = ("app.js", "replicas.js", "requests.js", "tree.js", "memory.js", "steps.js")
+PARTS = ("app", "client", "composer", "conversations", "marks", "messages", "settings")
+OF_CHAT = ("chat/index.html", "chat/chat.css", *(f"chat/{name}.js" for name in PARTS))
+OF_BOTH = ("data.js", "page.css", "icon.svg", "NOTICE", "vendor/preact-htm.js")
+VENDOR = ("vendor/d3-hierarchy.js", "vendor/uplot.js", "vendor/uplot.css")
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}  # by suffix
 FILES: Mapping[str, str] = {  # media types by name
-    name: TYPES.get(name.rpartition(".")[2], "text/plain") for name in (*NAMES, "NOTICE", *VENDOR)
+    name: TYPES.get(name.rpartition(".")[2], "text/plain")
+    for name in (*OF_CHAT, *OF_BOTH, "index.html", *SCRIPTS, *VENDOR)
 }
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -116,14 +122,14 @@ class File:
 
     def response(self, request: Request) -> Response:
         """304 for a browser that has it."""
-        headers = {**HEADERS, "etag": self.etag, "cache-control": "no-cache"}
+        headers = {**HEADERS, "etag": self.etag, "cache-control": "no-cache", "vary": "accept"}
         if self.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(self.content, media_type=self.media_type, headers=headers)
 
 
 def read_files() -> Mapping[str, File]:
-    """All files of the page, by name."""
+    """All files of the pages, by name."""
     found: dict[str, File] = {}
     for name, media_type in FILES.items():
         content = files("kvcellar.inspector").joinpath("static", name).read_bytes()
@@ -131,22 +137,33 @@ def read_files() -> Mapping[str, File]:
     return found
 
 
+class BrowserRoute(Route):
+    """For others, the path is that of another route."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(scope) if from_browser(scope) else (Match.NONE, {})
+
+
 def inspector(shared: Shared) -> Mounted:
-    """The page and its data. Without the page, only admin keys read the data; without these, there is nothing."""
+    """The pages and the data of the inspector. Where its page is off, only admin keys read the data; without these,
+    there is only the chat."""
     page = shared.settings.inspects
+    found = _paths(read_files(), page)
+    routes = [BrowserRoute(path, file.response, methods=["GET"]) for path, file in found.items() if path == CHAT]
+    routes += [Route(path, file.response, methods=["GET"]) for path, file in found.items() if path != CHAT]
     if not page and not shared.keys.now.admin:
-        return Mounted(())
-    data, found = DataHandler(shared), _paths(read_files()) if page else {}
-    routes = [
-        *(Route(path, getattr(data, path.removeprefix(API)), methods=[method]) for method, path in OPERATIONS),
-        *(Route(path, file.response, methods=["GET"]) for path, file in found.items()),
-    ]
+        return Mounted(routes, frozenset(found))
+    data = DataHandler(shared)
+    routes += [Route(path, getattr(data, path.removeprefix(API)), methods=[method]) for method, path in OPERATIONS]
     return Mounted(routes, frozenset(found), (API,), OPERATIONS)
 
 
-def _paths(files: Mapping[str, File]) -> dict[str, File]:
-    found = {f"{PAGE}/{name}": file for name, file in files.items() if name != "index.html"}
-    return {PAGE: files["index.html"], ICON: files["icon.svg"], **found}
+def _paths(files: Mapping[str, File], page: bool) -> dict[str, File]:
+    """`page`: those of the inspector, too."""
+    names = files if page else (*OF_CHAT, *OF_BOTH)
+    found = {f"{PAGE}/{name}": files[name] for name in names if not name.endswith(".html")}
+    found |= {PAGE: files["index.html"]} if page else {}
+    return {CHAT: files["chat/index.html"], ICON: files["icon.svg"], **found}
 
 
 def _connected(cluster: ClusterStats | None) -> Sequence[ReplicaStats]:

@@ -260,7 +260,11 @@ ANTHROPIC = {
     ),
 }
 OLLAMA = {
-    ("GET", "/"): of_ollama("Says that the server runs.", lambda at: at.ollama.root, media=("text/plain",)),
+    ("GET", "/"): of_ollama(
+        "Says that the server runs; for a browser, a page to chat in.",
+        lambda at: at.ollama.root,
+        media=("text/plain", "text/html"),
+    ),
     ("GET", "/api/version"): of_ollama("The version.", lambda at: at.ollama.version, answer=Version),
     ("GET", "/api/tags"): of_ollama("List the models.", lambda at: at.ollama.tags, answer=ListedModels),
     ("GET", "/api/ps"): of_ollama("List loaded models.", lambda at: at.ollama.running, answer=LoadedModels),

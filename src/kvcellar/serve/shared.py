@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from starlette.datastructures import Headers
 from starlette.routing import BaseRoute
+from starlette.types import Scope
 
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
@@ -36,16 +38,25 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Mounted:
-    """`open`: paths that need no key, as they have nothing of requests. Below `operated` an admin key counts as an API
-    key. `operations`: what the OpenAPI document says of the routes that are in it, by method and path."""
+    """`open`: paths of pages, which need no key, as they have nothing of requests. Below `operated` an admin key counts
+    as an API key. `operations`: what the OpenAPI document says of the routes that are in it, by method and path."""
 
     routes: Sequence[BaseRoute]
     open: frozenset[str] = frozenset()
     operated: tuple[str, ...] = ()
     operations: Mapping[tuple[str, str], Operation] = field(default_factory=dict[tuple[str, str], Operation])
 
+    def is_open(self, scope: Scope) -> bool:
+        """Whether a request needs no key: it is for a page, or a file of one."""
+        return scope["path"] in self.open and (scope["path"] != "/" or from_browser(scope))
+
 
 Mount = Callable[[Shared], Mounted]
+
+
+def from_browser(scope: Scope) -> bool:
+    """Whether a page is wanted: at `/` Ollama's clients look whether the server runs."""
+    return "text/html" in Headers(scope=scope).get("accept", "")
 
 
 def nothing(shared: Shared) -> Mounted:

@@ -16,6 +16,10 @@ const SAID = {
   refused: "refused",
 };
 
+// The chat leads here with a model, and a request by the time that it waited, which no other one has.
+const sought = new URLSearchParams(location.hash.slice(1));
+const isSought = (one) => sought.has("queued") && Math.abs(1e3 * one.queued - Number(sought.get("queued"))) < 1e-6;
+
 // What `ask` answers, asked again when `key` changes; null before the answer.
 function useAnswer(key, route, params) {
   const [answer, setAnswer] = useState(null);
@@ -56,9 +60,9 @@ function Head({ state, snapshot, model, choose }) {
 }
 
 function Page({ snapshot, before, params, choose }) {
+  const { live, ended } = snapshot.requests;
   const [number, setNumber] = useState(null);
   const [name, setName] = useState(null);
-  const { live, ended } = snapshot.requests;
   const entry = snapshot.tree.entries.find((one) => one && one.name === name);
   const known = [...live, ...ended].find((one) => one.number === number);
   const way = useAnswer(known && `${snapshot.instance}:${number}:${snapshot.at}`, "request", { ...params, number });
@@ -66,7 +70,7 @@ function Page({ snapshot, before, params, choose }) {
   const select = (one) => setNumber(one === number ? null : one);
   const pick = (one) => setName(one === name ? null : one);
   const shown = known && way?.number === number ? way : way?.error ? way : null;
-  useEffect(() => (setNumber(null), setName(null)), [snapshot.instance, snapshot.replica]);
+  useEffect(() => (setNumber(ended.find(isSought)?.number ?? null), setName(null)), [snapshot.instance, snapshot.replica]);
   return html`${snapshot.replicas.length > 0 && html`<${Replicas} snapshot=${snapshot} choose=${choose} />`}
     <${Now} snapshot=${snapshot} />
     <div class="with-detail">
@@ -85,7 +89,7 @@ function Page({ snapshot, before, params, choose }) {
 function App() {
   const [state, setState] = useState({ name: "connecting" });
   const [seen, setSeen] = useState({ now: null, before: null });
-  const [params, setParams] = useState({});
+  const [params, setParams] = useState(sought.has("model") ? { model: sought.get("model") } : {});
   const [attempt, setAttempt] = useState(0);
   useEffect(() => {
     setSeen({ now: null, before: null });

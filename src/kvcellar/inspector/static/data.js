@@ -121,3 +121,17 @@ export function hue(name) {
   for (const c of String(name)) found = (31 * found + c.charCodeAt(0)) % 360;
   return found;
 }
+
+// Why not more of a prompt came from memory.
+export const REASONS = {
+  all: "the last token is always computed",
+  new: "the rest is new text",
+  diverged: "the text goes on in another way",
+  "no checkpoint": "no place to resume nearer",
+  evicted: "it was evicted",
+  damaged: "a tier had damaged bytes",
+  "other weights": "stored by other weights",
+  "other adapter": "computed with another adapter",
+  "cheaper to recompute": "computing was faster than reading back",
+  "tier unavailable": "a tier could not be used",
+};

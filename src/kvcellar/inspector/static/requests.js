@@ -1,23 +1,10 @@
 // requests: what runs, and of what has ended what came from memory and why it was not more.
 
 import { html } from "/inspector/vendor/preact-htm.js";
-import { clock, count, counted, line, percent, rate, time } from "/inspector/data.js";
+import { REASONS, clock, count, counted, line, percent, rate, time } from "/inspector/data.js";
 
 const STATES = { waiting: "waiting", prefill: "reading the prompt", decode: "writing" };
 const OUTCOMES = { stop: "ended", length: "at its limit", cancelled: "cancelled" };
-
-export const REASONS = {
-  all: "the last token is always computed",
-  new: "the rest is new text",
-  diverged: "the text goes on in another way",
-  "no checkpoint": "no place to resume nearer",
-  evicted: "it was evicted",
-  damaged: "a tier had damaged bytes",
-  "other weights": "stored by other weights",
-  "other adapter": "computed with another adapter",
-  "cheaper to recompute": "computing was faster than reading back",
-  "tier unavailable": "a tier could not be used",
-};
 
 // A prompt as a bar: from memory, computed, and, while it is read, not computed yet.
 export function Bar({ prompt, memory, computed }) {

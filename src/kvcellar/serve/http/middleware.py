@@ -121,12 +121,13 @@ class RequestMiddleware:
     def _check(self, scope: Scope) -> None:
         if scope["path"] in OPEN:
             return
-        if scope["path"] not in self._mounted.open:
+        page = self._mounted.is_open(scope)
+        if not page:
             self._server.keys.check(scope, self._mounted.operated)
             scope.get("extensions", {}).get(ADMIT, _no_connection)()
         if self._server.drain.started:
             raise shutting_down()
-        if scope["path"] not in self._mounted.open:
+        if not page:
             self._server.host.startup.refuse(named=True)
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, response: "ResponseSend") -> None:

@@ -90,7 +90,7 @@ def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
             shared.traces.ended(request)
 
     app = Starlette(
-        routes=[*routes(handlers, operated=bool(settings.admin_digests)), *mounted.routes],
+        routes=[*mounted.routes, *routes(handlers, operated=bool(settings.admin_digests))],
         middleware=[
             Middleware(
                 RequestMiddleware,

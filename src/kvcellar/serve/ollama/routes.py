@@ -211,7 +211,7 @@ class OllamaHandler:
         self._details = Details(server.library)
 
     async def root(self, request: Request) -> Response:
-        return PlainTextResponse("kvcellar is running")
+        return PlainTextResponse("kvcellar is running", headers={"vary": "accept"})
 
     async def version(self, request: Request) -> Response:
         return json_response(Version(__version__))

@@ -53,6 +53,8 @@ class CommonBody(StrictModel):
     stream_options: StreamOptions | None = None  # OpenAI: described below; needs `stream`
     # vLLM: each choice, or chunk of one, has `token_ids`, and there are `prompt_token_ids`
     return_token_ids: bool | None = None
+    # kvcellar: each choice, or chunk of one, has `token_ms`: of each of its tokens the milliseconds since its first one
+    return_token_times: bool | None = None
     return_recall: bool | None = None  # kvcellar: `usage` has `recall`, what came from memory and why it was not more
     return_tokens_as_token_ids: bool | None = None  # vLLM: `logprobs` write a token as `token_id:N`
     # vLLM: log-probabilities of the prompt's tokens and of this many of the most likely in their place, up to 20; not
@@ -94,6 +96,7 @@ class ResponseOptions:
     recall: bool  # say in `usage` what came from memory
     recall_texts: bool  # with what may be the text of other requests of the namespace
     token_ids: bool  # return the ids beside the text
+    token_times: bool  # and when there was each
     tokens_as_ids: bool  # in logprobs, write a token as "token_id:N"
     prompt_logprobs: int | None = None  # return those of the prompt, as vLLM does
 
@@ -183,6 +186,7 @@ def response_options(engine: Engine, body: CommonBody, caller: Caller) -> Respon
         recall=bool(body.return_recall),
         recall_texts=caller.sees_texts,
         token_ids=bool(body.return_token_ids) or not engine.model.has_text,
+        token_times=bool(body.return_token_times),
         tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,
         prompt_logprobs=body.prompt_logprobs,
     )

@@ -117,6 +117,7 @@ class Choice(Answer, kw_only=True):
     finish_reason: FinishReason  # `tool_calls`: of a chat
     stop_reason: str | None  # the stop string that ended it
     token_ids: Iterable[int] | UnsetType = UNSET
+    token_ms: Iterable[float] | UnsetType = UNSET  # of each token: milliseconds since the first one of the choice
 
 
 class ChunkChoice(Answer, kw_only=True):
@@ -124,6 +125,7 @@ class ChunkChoice(Answer, kw_only=True):
     finish_reason: FinishReason | None = None  # `tool_calls`: of a chat
     stop_reason: str | UnsetType | None = UNSET
     token_ids: Iterable[int] | UnsetType = UNSET
+    token_ms: Iterable[float] | UnsetType = UNSET  # of each token: milliseconds since the first one of the choice
 
 
 # -- chats --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A token may be a part of a character: then its text has U+FFFD, and what it is s
 """
 
 import codecs
+import time
 
 from kvcellar.events import Delta, TokenLogprob
 from kvcellar.frontend.engine import Engine
@@ -103,6 +104,8 @@ class Tokens:
     def __init__(self, text: TokenText, before: str = "") -> None:
         """`before`: the text in front of the first token, which `offsets` count."""
         self.ids: list[int] = []
+        self.ms: list[float] = []  # of each token, since the first one
+        self._began: float | None = None
         self.logprobs: list[TokenLogprob] = []
         self.offsets: list[int] = []  # of each token, in characters of this choice's text; they never go back
         self._length = len(before)  # characters so far
@@ -110,6 +113,9 @@ class Tokens:
 
     def add(self, delta: Delta) -> None:
         self.ids += delta.token_ids
+        now = time.monotonic()
+        self._began = now if self._began is None else self._began
+        self.ms += [round(1e3 * (now - self._began), 3)] * len(delta.token_ids)
         for entry in delta.logprobs or ():
             self.logprobs.append(entry)
             self.offsets.append(self._places.add(entry.token_id))
@@ -117,7 +123,7 @@ class Tokens:
         self._places.at_least(self._length)
 
     def mark_sent(self) -> None:
-        self.ids, self.logprobs, self.offsets = [], [], []
+        self.ids, self.ms, self.logprobs, self.offsets = [], [], [], []
 
 
 def top_by_text(entry: TokenLogprob, tokens: TokenText) -> dict[str, float]:

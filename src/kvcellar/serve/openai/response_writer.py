@@ -148,6 +148,7 @@ class ResponseWriter(Writer):
             echo is not None
             or replies.prepared.params.logprobs is not None
             or wanted.token_ids
+            or wanted.token_times
             or (wanted.include_usage and wanted.continuous_usage)
         )
         self._templates: dict[tuple[int, type[Content | Reasoning]], Template] = {}  # by choice
@@ -195,6 +196,8 @@ class ResponseWriter(Writer):
             choice.logprobs = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
         if self._wanted.token_ids:
             choice.token_ids = iter(tokens.ids)
+        if self._wanted.token_times:
+            choice.token_ms = iter(tokens.ms)
         if isinstance(choice, TextChoice):
             self._tell_prompt(choice, reply)
             if self._echo is not None:
@@ -245,13 +248,16 @@ class ResponseWriter(Writer):
     def _add_tokens(self, delta: Delta, choices: list[Any], reply: Reply) -> None:
         """The log-probabilities and ids of the tokens of a delta."""
         tokens, ids = self._tokens[reply.index], self._wanted.token_ids and delta.token_ids
+        times = self._wanted.token_times and delta.token_ids
         tokens.add(delta)
-        if (delta.logprobs or ids) and not choices:
+        if (delta.logprobs or ids or times) and not choices:
             choices.append(self._format.empty(reply.index))
         if delta.logprobs:
             choices[-1].logprobs = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
         if ids:
             choices[-1].token_ids = tokens.ids
+        if times:
+            choices[-1].token_ms = tokens.ms
         tokens.mark_sent()
 
     def last(self) -> bytes:

@@ -6,6 +6,7 @@ What the tokenizer puts around a text is added by default for the former, and no
 
 from typing import Annotated, Literal
 
+from msgspec import UNSET, UnsetType
 from pydantic import FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -41,6 +42,8 @@ class TokenizeBody(StrictModel):
     # OpenAI: `none`: the prompt has no tools
     tool_choice: Annotated[object, forms.of(forms.ToolChoiceForms)] = None
     reasoning_effort: Effort | None = None  # OpenAI: as in a chat
+    # kvcellar: `true`: earlier replies have the tokens that they were generated with, as in the prompt of a chat
+    replay_tokens: bool | None = None
     return_token_strs: bool | None = None  # vLLM: `token_strs` has the entries of the vocabulary
     add_special: bool | None = None  # llama.cpp: with begin- and end-of-text; default: false
     parse_special: Literal[True] | None = None  # llama.cpp: only `true`
@@ -50,6 +53,7 @@ class TokenizeBody(StrictModel):
 class DetokenizeBody(StrictModel):
     model: str | None = None  # vLLM: may be left out; otherwise the name in `/v1/models`
     tokens: Annotated[list[int], FailFast()]  # vLLM, llama.cpp: token ids
+    with_pieces: bool | None = None  # kvcellar: `pieces` has what each token adds to the text
 
 
 class Tokenized(Answer):
@@ -77,6 +81,8 @@ class Detokenized(Answer):
 
     prompt: str
     content: str
+    # a token that is a part of a character: its bytes
+    pieces: list[str | list[int]] | UnsetType = UNSET
 
 
 class TokenizerFields(Answer):
@@ -99,21 +105,22 @@ def tokenize(engine: Engine, sent: Fields, caller: Caller) -> Tokenized | Tokeni
         if getattr(body, name):
             raise invalid(name, f"{name} has no effect on {given[0]}; leave it out")
     with naming_fields({"prompt": given[0]}):
-        return _tokenized(engine, body, caller.namespace(None, ()), limit=2 * engine.model.context)
+        return _tokenized(engine, body, caller, limit=2 * engine.model.context)
 
 
-_OF_CHATS = ("tools", "continue_final_message")  # fields that would change the tokens
+_OF_CHATS = ("tools", "continue_final_message", "replay_tokens")  # fields that would change the tokens
 _OF_TEXTS = ("add_special_tokens", "add_special")
 
 
-def _tokenized(engine: Engine, body: TokenizeBody, namespace: str, *, limit: int) -> Tokenized | TokenizedContent:
+def _tokenized(engine: Engine, body: TokenizeBody, caller: Caller, *, limit: int) -> Tokenized | TokenizedContent:
     if body.content is not None:
         ids = engine.encode(body.content, special=bool(body.add_special), limit=limit)
         return TokenizedContent([_piece(engine, token) for token in ids] if body.with_pieces else ids)
     if body.prompt is not None:
         ids = engine.encode(body.prompt, special=body.add_special_tokens is not False, limit=limit)
     else:
-        ids = chat_tokens(engine, _chat(body), namespace=namespace, limit=limit)
+        namespace = caller.namespace(None, (None, None))  # that of a chat without a salt and names of users
+        ids = chat_tokens(engine, _chat(body), namespace=namespace, owner=caller.owner, limit=limit)
     strings = [engine.written(token) for token in ids] if body.return_token_strs else None
     return Tokenized(len(ids), engine.model.context, ids, strings)
 
@@ -128,7 +135,7 @@ def _chat(body: TokenizeBody) -> ChatRequest:
         effort=body.reasoning_effort,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=continued(messages, body.continue_final_message, body.add_generation_prompt),
-        replay=False,
+        replay=bool(body.replay_tokens),
     )
 
 
@@ -143,10 +150,12 @@ def _piece(engine: Engine, token: int) -> TokenPiece:
 
 def detokenize(engine: Engine, sent: Fields, caller: Caller) -> Detokenized:
     """The text under the names of both servers. Raises `ApiError` and `BadRequest`."""
-    tokens = validated(DetokenizeBody, sent).tokens
+    body = validated(DetokenizeBody, sent)
+    tokens = body.tokens
     with naming_fields({"ids": "tokens"}):
         text = engine.decode(tokens) if tokens else ""
-    return Detokenized(text, text)
+    pieces = [_piece(engine, token).piece for token in tokens] if body.with_pieces else UNSET
+    return Detokenized(text, text, pieces)
 
 
 async def tokenizer_info(server: Shared, request: Request) -> Response:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.generation import GenerationCache
 from kvcellar.engine.models.seam import OwnLayer, SoloDoor
+from kvcellar.engine.models.shape import StoreProbe
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.memory.attention.choose import backends
 from kvcellar.memory.shapes import StoredAs
@@ -126,6 +127,6 @@ def test_generation_cache_refuses_models_with_additional_planes(name: str, why: 
 
 
 def test_an_unknown_method_of_a_cache_layer_is_refused_by_name() -> None:
-    layer = OwnLayer(object(), 3, lambda name, new, layer: new)
+    layer = OwnLayer(object(), 3, StoreProbe())
     with pytest.raises(ModelRefused, match="layer 3 uses store_something of a cache layer of its own class"):
         layer.store_something(torch.zeros(1))

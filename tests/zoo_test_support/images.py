@@ -161,7 +161,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3n": {"vision_config": _timm("mobilenetv5_300m_enc", channel_multiplier=0.1) | {"hidden_size": 2048}},
     "gemma4_unified": {
         "text_config": {"sliding_window": 256},  # no less than an image has rows
-        "vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64}
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64},
     },
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "qk_nope_head_dim": 16}},
     "granite4_vision": {

@@ -232,7 +232,9 @@ def _assembled(
         shares=shares,
         events=events,
         open_store=partial(tiers, source=source_of(loaded, guest), share=1 - part, events=events),
-        seeing=None if guest.vision is None else Seeing(guest.vision, device=guest.device, most=images),
+        seeing=None
+        if guest.vision is None
+        else Seeing(guest.vision, device=guest.device, most=images, solo=guest.mode == "solo"),
     )
     loop, runner = _running(guest, manager, settings, intake, threads, inbox, capacity)
     found = (settings, base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)

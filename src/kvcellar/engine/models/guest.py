@@ -219,7 +219,7 @@ class Guest:
         rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
         from kvcellar.engine.models.registered import fresh_layers  # imports transformers
 
-        door = SoloDoor(memory, plan, fresh_layers(self.model))
+        door = SoloDoor(memory, plan, fresh_layers(self.model), None if images is None else images.before)
         self._adapt(door, plan, lambda: None, head)
         logits = self.run(door, rows[0], self._placed(rows[1], images), want)
         door.put()

@@ -107,7 +107,8 @@ def image_test(
                 positions = torch.cat([positions, others.expand(*positions.shape[:-1], -1)], -1)
             positions = positions.to(device)
         ahead = tuple((0, span) for span in spans if features.ahead and start <= span.start and span.end <= end)
-        replay.step(Feed(0, Span(start, end)), *beside, ahead=ahead, images=StepImages(positions, rows))
+        before = None if placed is None else placed[:, :start].to(device)
+        replay.step(Feed(0, Span(start, end)), *beside, ahead=ahead, images=StepImages(positions, rows, before))
     kind = judged_as(model)
     if not all(bool(gap.isfinite().all()) for gap in replay.gaps):
         return Verdict(float("inf"), TOLERANCE[kind])

@@ -108,8 +108,8 @@ class StoreProbe(Door):
         self.states: dict[tuple[int, str], StatePlane] = {}  # by layer and name
         self.mixers: dict[nn.Module, None] = {}  # the modules that read or stored a state
         self.running: list[nn.Module] = []  # modules whose forward has begun, the innermost last
-        self._past = past
-        self._own = OwnLayers(fresh, self.update_plane) if fresh is not None else None
+        self._past, self.before = past, torch.zeros(0, dtype=torch.long)
+        self._own = OwnLayers(fresh, self) if fresh is not None else None
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         if layer in self.stored:
@@ -129,6 +129,9 @@ class StoreProbe(Door):
             raise ModelRefused(f"layer {layer} stores {name} of shape {tuple(new.shape)}")
         planes[name] = new
         return new
+
+    def keys(self, layer: int) -> Tensor:
+        return self.stored[layer][0]
 
     def own_layer(self, layer: int) -> OwnLayer:
         return super().own_layer(layer) if self._own is None else self._own.of(layer)

@@ -94,10 +94,12 @@ class ImageRows(NamedTuple):
 
 class StepImages(NamedTuple):
     """What a step has beside its ids, where sequences have images: the positions of its rows [T], or of several axes
-    [axes,T], and the rows of images, if there are any."""
+    [axes,T], and the rows of images, if there are any. `before`: positions of the tokens before those of a step with
+    one sequence [axes,past]."""
 
     positions: Tensor | None = None  # None: those of the plan
     rows: ImageRows | None = None
+    before: Tensor | None = None  # None: those of any text
 
 
 class _TowerDoor(Door):

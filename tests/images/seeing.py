@@ -26,6 +26,7 @@ from tests.zoo_test_support.images import (
     END,
     PLACEHOLDER,
     START,
+    WHOLE,
     drawn,
     image_input,
     inputs_of,
@@ -45,6 +46,10 @@ class Pictures:
     one: ImageInput
     two: ImageInput
 
+    @property
+    def whole(self) -> bool:
+        return self.model.config.model_type in WHOLE
+
     def ids(self, parts: Sequence[list[int] | ImageInput]) -> list[int]:
         """As the network gets them."""
         wrapped = hasattr(self.model.config, "vision_start_token_id")
@@ -60,10 +65,13 @@ class Pictures:
         inputs, names = inputs_of(images_in(parts)), signature(self.model.forward).parameters
         inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
         text = torch.tensor([[*self.ids(parts), *drawn_ids]])
+        types = (text == PLACEHOLDER).long()
+        if self.whole:
+            types = (torch.arange(text.shape[1]) >= text.shape[1] - len(drawn_ids)).long()[None]
         given: Mapping[str, Any] = {
             "input_ids": text,
             "attention_mask": torch.ones_like(text),
-            **dict.fromkeys(TYPES, (text == PLACEHOLDER).long()),
+            **dict.fromkeys(TYPES, types),
             **inputs,
         }
         with torch.inference_mode():

@@ -211,6 +211,7 @@ OWN: dict[str, dict[str, Any]] = {
     "t5gemma2": {"encoder": _sizes(56, 14) | {"mm_tokens_per_image": 4}},
     "vipllava": {"vision_feature_layers": [-1, -2], "vision_config": {"num_hidden_layers": 3}},
 }
+WHOLE = frozenset({"paligemma"})  # all tokens of a prompt see each other: types of tokens are 1 behind it
 ALIKE = {  # types without an image processor of their own
     "diffusion_gemma": "gemma4",
     "fast_vlm": "llava",

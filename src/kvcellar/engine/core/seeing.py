@@ -44,7 +44,7 @@ class Seeing:
         for index in images.after(completion.computed) if images is not None else ():
             assert images is not None
             if images.inputs[index].digest not in self._features:
-                return min(end, max(completion.computed, images.spans[index].start))
+                return min(end, max(completion.computed, images.begins(index)))
         return end
 
     def missing(self, running: Iterable[Completion]) -> tuple[Completion, int] | None:
@@ -54,7 +54,8 @@ class Seeing:
         for completion in running:
             images = completion.request.images
             if images is not None and completion.status is Status.PREFILL:
-                for index in images.after(completion.computed)[: None if self.bytes < self.most else 1]:
+                at = completion.computed
+                for index in images.after(at) if self.bytes < self.most else images.together(at):
                     digest = images.inputs[index].digest
                     if self._begun is not None and self._begun[0] == digest:
                         return completion, index

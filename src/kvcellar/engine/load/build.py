@@ -333,7 +333,10 @@ def _running(
 def _image_rules(guest: Guest, loaded: Described, step_tokens: int) -> ImageRules:
     if guest.vision is None:
         return ImageRules(f"{loaded.name} takes no images: {guest.not_seeing}")
-    return ImageRules(ahead=guest.ahead, step_tokens=step_tokens)
+    whole = 0
+    if guest.whole:  # no prompt is longer than a window, beyond which tokens may see each other or not
+        whole = min(group.layout.most_cells(step_tokens, 0) for group in guest.shape.groups)
+    return ImageRules(ahead=guest.ahead, step_tokens=step_tokens, whole=whole)
 
 
 def _scored(capacity: Capacity, intake: Intake) -> int:

@@ -93,6 +93,7 @@ class Guest:
         self.vision: Vision | None = None
         self.not_seeing = TEXT_ONLY  # where `vision` is None
         self.ahead = False  # tokens of an image see each other both ways
+        self.whole = False  # all tokens of a prompt do
         self.adapted = AdaptedNetwork(model)
 
     @property
@@ -171,7 +172,7 @@ class Guest:
         self, memory: Memory, plan: Plan, ids: Ints, want: Tensor, images: StepImages | None, *, hidden: bool = False
     ) -> Results | None:
         """The results of a recorded forward; None if modules have to run the step."""
-        if self.recording is None or (images is not None and images.rows is not None):
+        if self.recording is None or plan.look_ahead or (images is not None and images.rows is not None):
             return None
         self._check(plan)
         head = want if "logits_to_keep" in self._accepts else None

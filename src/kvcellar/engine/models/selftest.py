@@ -89,12 +89,17 @@ def image_test(
     n = len(spans[0])
     with torch.inference_mode():
         own_attention(model)
-        twice, logits = vision.of_two(ours, inputs)
-        reference = {0: logits, 1: vision.logits(text, {})}
+        drawn, others = (6, len(text)) if guest.whole else (None, None)
+        twice, logits = vision.of_two(ours, inputs, drawn)
+        reference = {0: logits, 1: vision.logits(text, {}, others)}
         replay = _Replay(guest, Reference({0: ours, 1: text}, reference))
     placed = vision.positions(ours, twice)
     inside = () if features.ahead else (spans[0].start + n // 2,)
+    looking = spans if features.ahead else ()
     cuts = (0, 2, *inside, spans[0].end + 1, spans[1].end + 1, len(ours) - 1, len(ours))
+    if guest.whole:
+        looking = (Span(0, len(ours) - 6),)
+        cuts = (0, looking[0].end, len(ours) - 1, len(ours))
     for number, (start, end) in enumerate(pairwise(cuts)):
         beside = [Feed(1, Span(4 * number, 4 * number + 4))] if guest.mode == "flat" else []
         parts = [(place - start, features, places.index(place) % half) for place in places if start <= place < end]
@@ -106,7 +111,7 @@ def image_test(
                 others = torch.arange(feed.pos.start, feed.pos.end)
                 positions = torch.cat([positions, others.expand(*positions.shape[:-1], -1)], -1)
             positions = positions.to(device)
-        ahead = tuple((0, span) for span in spans if features.ahead and start <= span.start and span.end <= end)
+        ahead = tuple((0, span) for span in looking if start <= span.start and span.end <= end)
         before = None if placed is None else placed[:, :start].to(device)
         replay.step(Feed(0, Span(start, end)), *beside, ahead=ahead, images=StepImages(positions, rows, before))
     kind = judged_as(model)

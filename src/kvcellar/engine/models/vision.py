@@ -192,20 +192,26 @@ class Vision:
                 raise ModelRefused(f"its decoder gets {name} with images, and what that is of a row is not known")
         return Features(embeds[0, places].clone(), layers, mask, door.ahead, door.ahead and door.causal)
 
-    def logits(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor:
-        """[T,V] of the network's own forward over a text with images."""
+    def logits(self, ids: Sequence[int], inputs: Mapping[str, Tensor], drawn: int | None = None) -> Tensor:
+        """[T,V] of the network's own forward over a text with images. `drawn`: of a network whose prompts look ahead as
+        a whole, how many of the last tokens are behind the prompt."""
         tokens = torch.tensor([ids], device=self.model.device)
         given = self._arguments(self.accepts, tokens, {"attention_mask": torch.ones_like(tokens), **inputs})
+        if drawn is not None:
+            types = (torch.arange(len(ids), device=tokens.device) >= len(ids) - drawn).long()[None]
+            given |= {name: types for name in TYPES if name in given}
         return self.model(**given, use_cache=False).logits[0].float()
 
-    def of_two(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    def of_two(
+        self, ids: Sequence[int], inputs: Mapping[str, Tensor], drawn: int | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """What the network gets for the same image twice, and its logits [T,V]. Pixels of several images are joined
         along the first axis, or where its forward fails then, along the last one (patches in a row)."""
         for axis in (0, -1):
             axes = {name: axis if one.is_floating_point() else 0 for name, one in inputs.items()}
             twice = {name: torch.cat([one, one], axes[name]) for name, one in inputs.items() if one.dim()}
             try:
-                return twice, self.logits(ids, twice)
+                return twice, self.logits(ids, twice, drawn)
             except (RuntimeError, ValueError, LookupError):
                 if axis:
                     raise
@@ -245,13 +251,15 @@ class Vision:
         return {name: value for name, value in given.items() if name in names}
 
     @torch.inference_mode()
-    def check_causal(self, ids: Sequence[int]) -> None:
-        """Raise `ModelRefused` if tokens of a prompt without images see those behind them, as those of a prefix do."""
+    def whole_prompts(self, ids: Sequence[int]) -> bool:
+        """Whether tokens of a prompt, `ids` without images, see those behind them, as those of a prefix do. Raises
+        `ModelRefused` if they do so in some layers only."""
         door = _TowerDoor()
         with opened(door), self._stopping(lambda: None):
             self._at_decoder(torch.tensor([ids], device=self.model.device), {})
-        if door.ahead:
-            raise ModelRefused("all tokens of a prompt see each other both ways, so that none can be kept for another")
+        if door.ahead and door.causal:
+            raise ModelRefused("all tokens of a prompt see each other both ways in some of its layers only")
+        return door.ahead
 
     @torch.inference_mode()
     def positions(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor | None:

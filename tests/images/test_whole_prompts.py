@@ -35,15 +35,6 @@ def test_a_prompt_that_begins_with_another_is_computed_whole(engine: Engine, pic
         assert "see each other" in found.recall.detail
 
 
-def test_images_of_a_prompt_are_all_encoded_before_it_begins(engine: Engine, pictures: Pictures) -> None:
-    seeing = engine._built.loop.manager.seeing
-    assert seeing is not None
-    seeing.most = 1  # byte: no image is encoded ahead of need
-    parts = [BEFORE, pictures.one, AFTER, pictures.two]
-    assert list(asked(engine, pictures, *parts).result().choices[0].token_ids) == pictures.greedy(*parts)
-    assert seeing.encoded == 2
-
-
 def test_outputs_of_a_prompt_share_it(engine: Engine, pictures: Pictures) -> None:
     before = engine.stats().prefill_tokens
     found = asked(engine, pictures, pictures.one, AFTER, n=3).result()

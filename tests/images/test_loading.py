@@ -1,15 +1,17 @@
 """Weights of types that see, saved from the class with images and from the one for text alone."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.load import load
 from kvcellar.engine.models.registered import our_attention, register
-from kvcellar.engine.models.vision import vision_of
+from kvcellar.engine.models.vision import _looks_ahead, vision_of
 from kvcellar.errors import ModelRefused
 from kvcellar.memory.attention.sdpa import Sdpa
 from tests.zoo_test_support.images import PLACEHOLDER, config_of, network_of
@@ -55,16 +57,39 @@ def test_what_has_no_embedding_of_its_inputs_is_refused_with_the_reason(tmp_path
         load(tmp_path)
 
 
-def test_a_network_whose_prompts_see_both_ways_takes_no_images() -> None:
+def test_networks_whose_prompts_see_both_ways_are_told_by_their_masks() -> None:
     register()
     causal, other = (vision_of(network_of(one)) for one in ("gemma3", "paligemma"))
     assert causal is not None
     assert other is not None
     our_attention(causal.model)
     our_attention(other.model)
-    causal.check_causal([5, 6, 7, 8])
-    with pytest.raises(ModelRefused, match="see each other both ways"):
-        other.check_causal([5, 6, 7, 8])
+    assert not causal.whole_prompts([5, 6, 7, 8])
+    assert other.whole_prompts([5, 6, 7, 8])
+
+
+@pytest.mark.parametrize(
+    ("sees", "tokens", "found"),
+    [
+        (lambda q, k: k <= q, 9, False),
+        (lambda q, k: (k <= q) & (q - k < 4), 9, False),
+        (lambda q, k: q - k < 4, 9, True),  # Gemma 4
+        (lambda q, k: abs(q - k) < 4, 4, True),  # Gemma 3
+        (lambda q, k: abs(q - k) < 4, 5, None),
+        (lambda q, k: q == q, 4, True),  # Gemma 4 without towers
+        (lambda q, k: q == q, 5, None),
+        (lambda q, k: (k <= q) | (k // 2 == q // 2), 4, None),  # an image of two pieces
+    ],
+)
+def test_what_memory_cannot_show_to_the_tokens_of_an_image_is_refused(
+    sees: Callable[[Tensor, Tensor], Tensor], tokens: int, found: bool | None
+) -> None:
+    places = torch.arange(tokens)
+    if found is not None:
+        assert _looks_ahead(lambda _, __, q, k: sees(q, k), 4, places) == found
+    else:
+        with pytest.raises(ModelRefused, match="in one piece, and to fit in windows"):
+            _looks_ahead(lambda _, __, q, k: sees(q, k), 4, places)
 
 
 def test_the_placeholder_may_be_in_a_map_of_the_vocabulary_and_has_to_be_named() -> None:

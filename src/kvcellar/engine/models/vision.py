@@ -116,11 +116,26 @@ class _TowerDoor(Door):
         return 0
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
-        zero = torch.zeros((), dtype=torch.long, device=device)
         if q_length > 1:
-            ahead = bool(rule(zero, zero, zero, zero + q_length - 1))
+            ahead = _looks_ahead(rule, local_size, torch.arange(q_length, device=device))
             self.ahead, self.causal = self.ahead or ahead, self.causal or not ahead
         return torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)
+
+
+def _looks_ahead(rule: Any, local_size: int | None, places: Tensor) -> bool:
+    """Whether tokens at these places see those behind them. Raises `ModelRefused` if memory would show them others than
+    the rule does: all of them or none, and of those before them no more than a window of `local_size`."""
+    zero, last = torch.zeros_like(places[0]), places[-1]
+    seen, first = (torch.as_tensor(rule(zero, zero, *one)) for one in ((zero, places[1:]), (last, zero)))
+    if not bool(seen.any()):
+        return False
+    if not bool(seen.all()) or (local_size is not None and len(places) > local_size and bool(first)):
+        window = f" with a window of {local_size}" if local_size is not None else ""
+        raise ModelRefused(
+            f"which of {len(places)} tokens see each other{window} is not as memory can have it: what sees both ways "
+            f"has to be in one piece, and to fit in windows"
+        )
+    return True
 
 
 class _AtDecoder(Exception):

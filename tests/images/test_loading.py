@@ -44,9 +44,14 @@ def test_weights_of_the_class_for_text(model_type: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("blip-2", "its forward needs pixel_values with every text"), ("t5gemma2", "an encoder reads its prompts")],
+    [
+        ("unlimited_ocr", "its own cache layers .* decide what tokens see"),
+        ("diffusion_gemma", "its forward gives 256 rows of logits for 24 tokens, not one for each"),
+        ("blip-2", "its forward needs pixel_values with every text"),
+        ("t5gemma2", "an encoder reads its prompts"),
+    ],
 )
-def test_what_reads_no_text_alone_is_refused_with_the_reason(model_type: str, reason: str) -> None:
+def test_what_cannot_be_served_is_refused_with_the_reason(model_type: str, reason: str) -> None:
     with pytest.raises(ModelRefused, match=reason):
         build_guest(network_of(model_type), [Sdpa()])
 

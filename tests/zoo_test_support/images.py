@@ -132,6 +132,7 @@ OWN: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_vl": _sizes(64, 16),
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
     "deepseek_vl_hybrid": _sizes(64, 16)
     | {"high_res_vision_config": {"num_hidden_layers": 3, "global_attn_indexes": [1], "image_size": 128}},
     "emu3": {
@@ -209,6 +210,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"audio_start_token_id": 61},
     "shieldgemma2": _sizes(56, 14) | {"mm_tokens_per_image": 4},
     "t5gemma2": {"encoder": _sizes(56, 14) | {"mm_tokens_per_image": 4}},
+    "unlimited_ocr": {"text_config": {"num_key_value_heads": 4}},
     "vipllava": {"vision_feature_layers": [-1, -2], "vision_config": {"num_hidden_layers": 3}},
 }
 WHOLE = frozenset({"paligemma"})  # all tokens of a prompt see each other: types of tokens are 1 behind it

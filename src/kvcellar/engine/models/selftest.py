@@ -57,6 +57,8 @@ def reference_of(model: PreTrainedModel, seed: int) -> Reference:
             seq: model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0].float()
             for seq, text in texts.items()
         }
+    if len(logits[0]) != most:
+        raise ModelRefused(f"its forward gives {len(logits[0])} rows of logits for {most} tokens, not one for each")
     if not all(bool(rows.isfinite().all()) for rows in logits.values()):
         raise ModelRefused(
             f"its logits are not finite: the weights are damaged, or {model.dtype} is too narrow for them"

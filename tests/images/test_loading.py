@@ -14,7 +14,8 @@ from kvcellar.engine.models.registered import our_attention, register
 from kvcellar.engine.models.vision import _looks_ahead, vision_of
 from kvcellar.errors import ModelRefused
 from kvcellar.memory.attention.sdpa import Sdpa
-from tests.zoo_test_support.images import PLACEHOLDER, config_of, network_of
+from tests.images.seeing import pictures_of
+from tests.zoo_test_support.images import PLACEHOLDER, config_of, inputs_of, network_of
 from tests.zoo_test_support.initialise import initialise
 
 TEXT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -95,6 +96,22 @@ def test_what_memory_cannot_show_to_the_tokens_of_an_image_is_refused(
     else:
         with pytest.raises(ModelRefused, match="in one piece, and to fit in windows"):
             _looks_ahead(lambda _, __, q, k: sees(q, k), 4, places)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "molmo2"])
+def test_images_that_see_those_behind_them_are_refused(model_type: str) -> None:
+    register()
+    pictures = pictures_of(model_type)
+    vision = vision_of(pictures.model)
+    assert vision is not None
+    ids, starts = pictures.ids([pictures.one, [5, 6], pictures.one]), [0, pictures.one.rows + 2]
+    twice, _ = vision.of_two(ids, inputs_of([pictures.one]))
+    our_attention(vision.model)
+    if model_type == "gemma3":
+        vision.check_apart(ids, twice, starts)
+    else:
+        with pytest.raises(ModelRefused, match="images of a prompt see those behind them"):
+            vision.check_apart(ids, twice, starts)
 
 
 def test_the_placeholder_may_be_in_a_map_of_the_vocabulary_and_has_to_be_named() -> None:

@@ -294,7 +294,7 @@ def network_of(model_type: str, dtype: torch.dtype = torch.float32) -> PreTraine
     config = config_of(model_type)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     initialise(model, 0)
-    if model.generation_config is not None:
+    if getattr(model, "generation_config", None) is not None:
         model.generation_config.do_sample = False
     return model if dtype == torch.float32 else model.to(dtype)  # which would make complex tables real
 

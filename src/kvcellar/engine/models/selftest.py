@@ -95,6 +95,8 @@ def image_test(
         twice, logits = vision.of_two(ours, inputs, drawn)
         reference = {0: logits, 1: vision.logits(text, {}, others)}
         replay = _Replay(guest, Reference({0: ours, 1: text}, reference))
+    if guest.mode == "flat" and not guest.whole:
+        vision.check_apart(ours, twice, [span.start for span in spans])
     placed = vision.positions(ours, twice)
     inside = () if features.ahead else (spans[0].start + n // 2,)
     looking = spans if features.ahead else ()

@@ -138,6 +138,19 @@ def _looks_ahead(rule: Any, local_size: int | None, places: Tensor) -> bool:
     return True
 
 
+class _PairDoor(_TowerDoor):
+    """As `_TowerDoor`, for two images: whether the first token of one sees that of the other, behind it."""
+
+    def __init__(self, pair: Tensor) -> None:
+        super().__init__()
+        self._pair = pair
+
+    def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
+        zero, (one, other) = torch.zeros((), dtype=torch.long, device=device), self._pair
+        self.ahead = self.ahead or bool(rule(zero, zero, one, other))
+        return torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)
+
+
 class _AtDecoder(Exception):
     """The forward has come to its decoder."""
 
@@ -275,6 +288,17 @@ class Vision:
         if door.ahead and door.causal:
             raise ModelRefused("all tokens of a prompt see each other both ways in some of its layers only")
         return door.ahead
+
+    @torch.inference_mode()
+    def check_apart(self, ids: Sequence[int], inputs: Mapping[str, Tensor], starts: Sequence[int]) -> None:
+        """Raise `ModelRefused` if the two images of a text, which begin at `starts`, see each other both ways."""
+        door = _PairDoor(torch.tensor(starts, device=self.model.device))
+        with opened(door), self._stopping(lambda: None):
+            self._at_decoder(torch.tensor([ids], device=self.model.device), inputs)
+        if door.ahead:
+            raise ModelRefused(
+                "images of a prompt see those behind them, so that what is kept of one depends on others"
+            )
 
     @torch.inference_mode()
     def positions(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.gemma3 import modeling_gemma3
 
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.load import load
@@ -98,20 +99,21 @@ def test_what_memory_cannot_show_to_the_tokens_of_an_image_is_refused(
             _looks_ahead(lambda _, __, q, k: sees(q, k), 4, places)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "molmo2"])
-def test_images_that_see_those_behind_them_are_refused(model_type: str) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_images_that_see_those_behind_them_are_refused(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     register()
-    pictures = pictures_of(model_type)
+    pictures = pictures_of("gemma3")
     vision = vision_of(pictures.model)
     assert vision is not None
     ids, starts = pictures.ids([pictures.one, [5, 6], pictures.one]), [0, pictures.one.rows + 2]
     twice, _ = vision.of_two(ids, inputs_of([pictures.one]))
     our_attention(vision.model)
-    if model_type == "gemma3":
-        vision.check_apart(ids, twice, starts)
-    else:
+    if together:  # all images of a prompt are one block, as in Molmo 2
+        monkeypatch.setattr(modeling_gemma3, "get_block_sequence_ids_for_mask", lambda types, **_: types - 1)
         with pytest.raises(ModelRefused, match="images of a prompt see those behind them"):
             vision.check_apart(ids, twice, starts)
+    else:
+        vision.check_apart(ids, twice, starts)
 
 
 def test_the_placeholder_may_be_in_a_map_of_the_vocabulary_and_has_to_be_named() -> None:

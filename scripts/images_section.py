@@ -117,7 +117,9 @@ def _processor(model_type: str) -> str:
 def _tried(folder: Path, model_type: str, named: Mapping[str, str]) -> str:
     ids = write_tokenizer(folder, named)
     kind, names = _MAPPED.get(ALIKE.get(model_type, model_type)), image_processors(model_type)
-    image = {"image_processor_type": names.get("torchvision", names.get("pil"))} if names else {}
+    image = (
+        {"image_processor_type": names.get("torchvision", names.get("pil")), "image_seq_length": 16} if names else {}
+    )
     like = {} if kind is None else {"processor_class": kind, "patch_size": 14, "image_seq_length": 16}
     write_processor(folder, model_type, like | {"vision_feature_select_strategy": "default"}, image)
     theirs = _loaded(folder)

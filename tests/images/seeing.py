@@ -27,6 +27,7 @@ from tests.zoo_test_support.images import (
     IN_FRONT,
     PLACEHOLDER,
     START,
+    WHOLE,
     drawn,
     image_input,
     inputs_of,
@@ -51,6 +52,10 @@ class Pictures:
         """An image is in front of a text, without tokens: its own forward takes no others."""
         return self.model.config.model_type in IN_FRONT
 
+    @property
+    def whole(self) -> bool:
+        return self.model.config.model_type in WHOLE
+
     def ids(self, parts: Sequence[list[int] | ImageInput]) -> list[int]:
         """As the network gets them."""
         wrapped = hasattr(self.model.config, "vision_start_token_id")
@@ -67,10 +72,13 @@ class Pictures:
         inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
         ids = [token for token in self.ids(parts) if token != PLACEHOLDER or not self.in_front]
         text = torch.tensor([[*ids, *drawn_ids]])
+        types = (text == PLACEHOLDER).long()
+        if self.whole:
+            types = (torch.arange(text.shape[1]) >= text.shape[1] - len(drawn_ids)).long()[None]
         given: Mapping[str, Any] = {
             "input_ids": text,
             "attention_mask": torch.ones_like(text),
-            **dict.fromkeys(TYPES, (text == PLACEHOLDER).long()),
+            **dict.fromkeys(TYPES, types),
             **inputs,
         }
         with torch.inference_mode():

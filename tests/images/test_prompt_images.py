@@ -38,13 +38,14 @@ def a_prompt(draw: random.Random) -> tuple[list[int], list[ImageInput], list[Spa
 
 
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("ahead", [False, True])
-def test_spans_and_ends_of_steps_are_those_of_a_plain_search(seed: int, ahead: bool) -> None:
+@pytest.mark.parametrize("ahead", ["nothing", "images", "prompt"])
+def test_spans_and_ends_of_steps_are_those_of_a_plain_search(seed: int, ahead: str) -> None:
     prompt, images, spans = a_prompt(random.Random(seed))
-    found = PromptImages(prompt, images, ahead=ahead)
+    found = PromptImages(prompt, images, ahead=ahead == "images", whole_prompt=ahead == "prompt")
     assert found.spans == spans
+    together = {"nothing": [], "images": spans, "prompt": [Span(0, len(prompt))]}[ahead]
     for pos in range(len(prompt) + 1):
-        cut = ahead and any(span.start < pos < span.end for span in spans)
+        cut = any(span.start < pos < span.end for span in together)
         assert found.inside(pos) == cut
         assert list(found.after(pos)) == [at for at, span in enumerate(spans) if span.end > pos]
     for start in [pos for pos in range(len(prompt)) if not found.inside(pos)]:
@@ -53,8 +54,12 @@ def test_spans_and_ends_of_steps_are_those_of_a_plain_search(seed: int, ahead: b
             before = [pos for pos in allowed if pos <= end]
             assert found.whole(start, end) == (before[-1] if before else allowed[0])
             new = Span(start, found.whole(start, end))
-            inside = [span for span in spans if new.start <= span.start and span.end <= new.end]
-            assert found.ahead_in(new) == (inside if ahead else [])
+            inside = [span for span in together if new.start <= span.start and span.end <= new.end]
+            assert found.ahead_in(new) == inside
+    for at, span in enumerate(spans):
+        assert found.begins(at) == (0 if ahead == "prompt" else span.start)
+        assert list(found.together(span.start)) == list(range(at, len(spans) if ahead == "prompt" else at + 1))
+    assert found.end == (len(prompt) if ahead == "prompt" else spans[-1].end)
 
 
 def test_rows_that_are_missing_in_another_order_or_of_another_image_are_refused() -> None:

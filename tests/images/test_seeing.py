@@ -34,11 +34,11 @@ def image(number: int) -> ImageInput:
     return ImageInput(hashlib.sha256(bytes([number])).digest(), ROWS, ())
 
 
-def prompt_of(*numbers: int) -> Any:
+def prompt_of(*numbers: int, whole: bool = False) -> Any:
     """A completion whose prompt has a token before each image."""
     images = [image(number) for number in numbers]
     ids = with_rows([one for _ in images for one in (9, *ROWS * [PLACEHOLDER])], PLACEHOLDER, images)
-    request = SimpleNamespace(prompt=ids, images=PromptImages(ids, images, ahead=False))
+    request = SimpleNamespace(prompt=ids, images=PromptImages(ids, images, ahead=False, whole_prompt=whole))
     return SimpleNamespace(request=request, computed=0, status=Status.PREFILL)
 
 
@@ -65,6 +65,16 @@ def test_what_a_prompt_comes_to_next_is_always_encoded_and_what_it_has_passed_go
         assert seeing.bytes == EACH
         one.computed += 1 + ROWS
     assert seeing.missing([one]) is None
+
+
+def test_a_prompt_that_is_computed_whole_begins_when_all_of_its_images_are_encoded() -> None:
+    seeing, one = seeing_of(1), prompt_of(1, 2, 3, whole=True)
+    for index in range(3):
+        assert seeing.missing([one]) == (one, index)
+        assert seeing.end(one, 15) == 0
+        seeing.encode(one, index, [one], inf)
+    assert seeing.missing([one]) is None
+    assert seeing.end(one, 15) == 15
 
 
 def test_an_image_that_is_kept_is_not_encoded_for_another_prompt() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.generation import GenerationCache
 from kvcellar.engine.models.seam import OwnLayer, SoloDoor
+from kvcellar.engine.models.shape import StoreProbe
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.memory.attention.choose import backends
 from kvcellar.memory.shapes import StoredAs
@@ -125,7 +126,19 @@ def test_generation_cache_refuses_models_with_additional_planes(name: str, why: 
         GenerationCache.of(ARCHS[name].build(), cells=64)
 
 
+def test_own_cache_layers_have_keys_and_positions_of_all_tokens() -> None:
+    door = StoreProbe()
+    door.stored[3] = torch.zeros(1, 1, 7, 2), torch.zeros(1, 1, 7, 2)
+    layer = OwnLayer(object(), 3, door)
+    assert layer.keys.shape == (1, 1, 7, 2)
+    assert layer.get_seq_length() == 7
+    assert layer.indexer_position_ids is None
+    door.before = torch.arange(4)
+    layer.indexer_position_ids = torch.zeros(3, 1, 9)  # the next forward has them from its door
+    assert torch.equal(layer.indexer_position_ids, torch.arange(4).expand(3, 1, 4))
+
+
 def test_an_unknown_method_of_a_cache_layer_is_refused_by_name() -> None:
-    layer = OwnLayer(object(), 3, lambda name, new, layer: new)
+    layer = OwnLayer(object(), 3, StoreProbe())
     with pytest.raises(ModelRefused, match="layer 3 uses store_something of a cache layer of its own class"):
         layer.store_something(torch.zeros(1))

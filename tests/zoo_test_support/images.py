@@ -135,6 +135,7 @@ OWN: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_vl": _sizes(64, 16),
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
     "deepseek_vl_hybrid": _sizes(64, 16)
     | {"high_res_vision_config": {"num_hidden_layers": 3, "global_attn_indexes": [1], "image_size": 128}},
     "emu3": {
@@ -163,7 +164,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "gemma3n": {"vision_config": _timm("mobilenetv5_300m_enc", channel_multiplier=0.1) | {"hidden_size": 2048}},
     "gemma4_unified": {
-        "vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64}
+        "text_config": {"sliding_window": 256},  # no less than an image has rows
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64},
     },
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "qk_nope_head_dim": 16}},
     "git": _sizes(56, 14) | {"vocab_size": PLACEHOLDER + 1},
@@ -215,8 +217,10 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"audio_start_token_id": 61},
     "shieldgemma2": _sizes(56, 14) | {"mm_tokens_per_image": 4},
     "t5gemma2": {"encoder": _sizes(56, 14) | {"mm_tokens_per_image": 4}},
+    "unlimited_ocr": {"text_config": {"num_key_value_heads": 4}},
     "vipllava": {"vision_feature_layers": [-1, -2], "vision_config": {"num_hidden_layers": 3}},
 }
+WHOLE = frozenset({"paligemma"})  # all tokens of a prompt see each other: types of tokens are 1 behind it
 ALIKE = {  # types without an image processor of their own
     "diffusion_gemma": "gemma4",
     "fast_vlm": "llava",
@@ -297,7 +301,7 @@ def network_of(model_type: str, dtype: torch.dtype = torch.float32) -> PreTraine
     config = config_of(model_type)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     initialise(model, 0)
-    if model.generation_config is not None:
+    if getattr(model, "generation_config", None) is not None:
         model.generation_config.do_sample = False
     return model if dtype == torch.float32 else model.to(dtype)  # which would make complex tables real
 

@@ -38,21 +38,25 @@ SCORE_BYTES = 144  # of a token id with its log-probability
 @dataclass(frozen=True, slots=True)
 class ImageRules:
     """What images a model takes. `why_not`: why none; "": it takes some. `ahead`: tokens of an image see each other
-    both ways, so that one step has all of them, `step_tokens` at most. `in_front`: there is one, before all text."""
+    both ways, so that one step has all of them, `step_tokens` at most. `in_front`: there is one, before all text.
+    `whole`: all tokens of a prompt see each other, which has at most so many; 0: they do not."""
 
     why_not: str = ""
     ahead: bool = False
     in_front: bool = False
     step_tokens: int = 0
+    whole: int = 0
 
     def of(self, submission: Submission) -> PromptImages | None:
         """The images of a submission. Raises `BadRequest`."""
         prompt = ids_of(submission.prompt)
-        if not submission.images and not has_rows(prompt):
+        if not submission.images and not has_rows(prompt) and not self.whole:
             return None
         if self.why_not:
             raise BadRequest(self.why_not, "messages")
-        images = PromptImages(prompt, submission.images, ahead=self.ahead)
+        if self.whole:
+            self._check_whole(len(prompt), submission)
+        images = PromptImages(prompt, submission.images, ahead=self.ahead, whole_prompt=bool(self.whole))
         if self.in_front and (images.spans[-1].start or images.count == len(prompt)):
             raise BadRequest("this model takes one image, in front of a text", "messages")
         if self.ahead and (longest := max(map(len, images.spans))) > self.step_tokens:
@@ -62,6 +66,18 @@ class ImageRules:
                 "messages",
             )
         return images
+
+    def _check_whole(self, tokens: int, submission: Submission) -> None:
+        if tokens > self.whole:
+            raise BadRequest(
+                f"the prompt has {tokens} tokens, which see each other, and a step at most {self.whole} of such a "
+                f"prompt. Send a shorter one, or raise step_tokens",
+                "messages",
+            )
+        if submission.params.prompt_logprobs is not None:
+            raise BadRequest(
+                "tokens of a prompt see those behind them: they have no log-probabilities", "prompt_logprobs"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,22 @@ and the tokens in it that are rows are those of this image, all of them and in o
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from kvcellar.errors import BadRequest
 from kvcellar.images.image import ImageInput, is_row
-from kvcellar.memory.spans import Span
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.spans import Span, around, deepest
 
 
 class PromptImages:
-    def __init__(self, prompt: Sequence[int], images: Sequence[ImageInput], *, ahead: bool) -> None:
-        """`ahead`: the tokens of an image see each other both ways. Raises `BadRequest` if the rows of the prompt are
-        not those of the images."""
-        self.inputs, self.ahead = tuple(images), ahead
+    def __init__(
+        self, prompt: Sequence[int], images: Sequence[ImageInput], *, ahead: bool, whole_prompt: bool = False
+    ) -> None:
+        """`ahead`: the tokens of an image see each other both ways, `whole_prompt`: all tokens of the prompt do. Raises
+        `BadRequest` if the rows of the prompt are not those of the images."""
+        self.inputs = tuple(images)
+        self.digest = blake2b(key_of(prompt), digest_size=16).hexdigest() if whole_prompt else ""  # of what sees ahead
         self.rows = {row: (index, at) for index, one in enumerate(images) for at, row in enumerate(one.row_ids())}
         self._places = places = [at for at, token in enumerate(prompt) if is_row(token)]
         if [prompt[at] for at in places] != [row for one in images for row in one.row_ids()]:
@@ -26,6 +31,7 @@ class PromptImages:
             self.spans.append(Span(places[first], places[first + one.rows - 1] + 1))
             first += one.rows
         self._ends = [span.end for span in self.spans]
+        self._ahead = [Span(0, len(prompt))] if whole_prompt else self.spans if ahead else []
 
     @property
     def bytes(self) -> int:
@@ -38,8 +44,8 @@ class PromptImages:
 
     @property
     def end(self) -> int:
-        """Behind the last image."""
-        return self._ends[-1]
+        """Behind the last image, and behind all that sees ahead."""
+        return max(span.end for span in [*self.spans[-1:], *self._ahead[-1:]])
 
     def text_before(self, pos: int) -> int:
         """How many of the tokens before `pos` are of text."""
@@ -56,19 +62,27 @@ class PromptImages:
         """The images of which tokens at `pos` or behind it are."""
         return range(bisect_right(self._ends, pos), len(self.spans))
 
+    def together(self, pos: int) -> range:
+        """Of these, as many as the step has to have that comes to the first one."""
+        left = self.after(pos)
+        return left if self.digest else left[:1]
+
+    def begins(self, index: int) -> int:
+        """Where a step begins, at the latest, that has rows of this image."""
+        return deepest(self._ahead, self.spans[index].start)
+
     def whole(self, start: int, end: int) -> int:
         """The last position up to `end` at which a step that begins at `start` may end. If it can end nowhere before,
         the first one behind it."""
-        at = bisect_right(self._ends, end)
-        if not self.ahead or at == len(self.spans) or not self.spans[at].start < end:
+        span = around(self._ahead, end)
+        if span is None:
             return end
-        return self.spans[at].start if self.spans[at].start > start else self.spans[at].end
+        return span.start if span.start > start else span.end
 
     def inside(self, pos: int) -> bool:
         """Whether `pos` is inside a span that sees ahead: nothing resumes there."""
-        at = bisect_right(self._ends, pos)
-        return self.ahead and at < len(self.spans) and self.spans[at].start < pos
+        return around(self._ahead, pos) is not None
 
     def ahead_in(self, tokens: Span) -> list[Span]:
         """The spans of new tokens whose tokens see each other both ways."""
-        return [span for span in self.spans if self.ahead and tokens.start <= span.start and span.end <= tokens.end]
+        return [span for span in self._ahead if tokens.start <= span.start and span.end <= tokens.end]

@@ -62,8 +62,8 @@ NEXT = {
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One submission. It shares memory with the requests of its namespace and its adapter only: these of its
-    `space`."""
+    """One submission. It shares memory with the requests of its namespace and its adapter only, and where all tokens of
+    a prompt see each other, of its prompt: these of its `space`."""
 
     submission: Submission
     deliver: Callable[[EngineEvent], None]
@@ -106,6 +106,8 @@ class Request:
         elif self.params.prompt_logprobs is not None:
             self.prompt_reading = PromptLogprobs(self.prompt, self.params.prompt_logprobs)
         digest = self.adapter.digest if self.adapter is not None else ""
+        if self.images is not None and self.images.digest:  # other prompts do not begin with what is kept of this one
+            digest = f"{digest}/{self.images.digest}"
         self.space = with_adapter(namespace, digest) if digest else namespace
 
     @property

@@ -27,8 +27,9 @@ from kvcellar.memory.spans import Span
 
 
 class Seeing:
-    def __init__(self, vision: Vision, *, device: torch.device, most: int) -> None:
-        self.vision, self._device, self.most = vision, device, most
+    def __init__(self, vision: Vision, *, device: torch.device, most: int, solo: bool = False) -> None:
+        """`solo`: a forward has one sequence, and may need the positions of the tokens before its own."""
+        self.vision, self._device, self.most, self._solo = vision, device, most, solo
         self._features: dict[bytes, Features] = {}  # the longest unused first
         self._positions: dict[PromptImages, tuple[Tensor, int]] = {}  # [axes,T] of prompts, and the next one behind
         self._begun: tuple[bytes, Sliced[Features]] | None = None  # of the image that is being encoded
@@ -43,7 +44,7 @@ class Seeing:
         for index in images.after(completion.computed) if images is not None else ():
             assert images is not None
             if images.inputs[index].digest not in self._features:
-                return min(end, max(completion.computed, images.spans[index].start))
+                return min(end, max(completion.computed, images.begins(index)))
         return end
 
     def missing(self, running: Iterable[Completion]) -> tuple[Completion, int] | None:
@@ -53,7 +54,8 @@ class Seeing:
         for completion in running:
             images = completion.request.images
             if images is not None and completion.status is Status.PREFILL:
-                for index in images.after(completion.computed)[: None if self.bytes < self.most else 1]:
+                at = completion.computed
+                for index in images.after(at) if self.bytes < self.most else images.together(at):
                     digest = images.inputs[index].digest
                     if self._begun is not None and self._begun[0] == digest:
                         return completion, index
@@ -128,7 +130,8 @@ class Seeing:
         if all(one.completion.request.images is None for one in scheduled):
             return ids, None
         rows = self._rows(scheduled, ids)
-        return (self._ids(ids) if rows is not None else ids), StepImages(self._placed(scheduled, rows), rows)
+        given = StepImages(self._placed(scheduled, rows), rows, self._before(scheduled))
+        return (self._ids(ids) if rows is not None else ids), given
 
     def _rows(self, scheduled: Sequence[Scheduled], ids: Sequence[int]) -> ImageRows | None:
         parts: list[tuple[int, Features, int]] = []
@@ -149,15 +152,22 @@ class Seeing:
         """The positions of all rows of a step: [axes,T] where some are of images, else [T]; None: those of the plan."""
         if not self.vision.axes:
             return None
-        parts = [self._of_text(completion, end - start) for completion, start, end in _spread(scheduled)]
+        parts = [self._of_text(one, one.computed, end - start) for one, start, end in _spread(scheduled)]
         axes = max(one.shape[0] for one in parts)
         if rows is None:
             return torch.cat([one[0] for one in parts]).to(self._device)
         return torch.cat([one.expand(axes, -1) for one in parts], 1).to(self._device)
 
-    def _of_text(self, completion: Completion, count: int) -> Tensor:
-        """The positions [axes or 1,count] of its next tokens. Behind the prompt all axes are the same."""
-        start, images = completion.computed, completion.request.images
+    def _before(self, scheduled: Sequence[Scheduled]) -> Tensor | None:
+        """The positions [axes,past] of the tokens before those of a solo step; None: those of any text."""
+        if not self.vision.axes or not self._solo:
+            return None
+        (completion,) = (one.completion for one in scheduled)
+        return self._of_text(completion, 0, completion.computed).to(self._device)
+
+    def _of_text(self, completion: Completion, start: int, count: int) -> Tensor:
+        """The positions [axes or 1,count] of its tokens from `start` on. Behind the prompt all axes are the same."""
+        images = completion.request.images
         if images is None:
             return torch.arange(start, start + count)[None]
         prompt, after = self._prompt(completion, images)

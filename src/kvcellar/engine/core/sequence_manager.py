@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvcellar.memory.memory import Memory
 
 log = logging.getLogger("kvcellar.engine")
+COMPUTED_WHOLE = "all tokens of a prompt see each other, so it is computed whole, and no other prompt begins with it"
 
 
 @dataclass(eq=False, slots=True)
@@ -204,6 +205,8 @@ class SequenceManager:
             most = completion.reusable if request.prompt_reading is not None else None
             names = request.images.named(request.submission.image_places) if request.images is not None else ()
             recall = self.prefixes.explain(of_prompt, read=read, owner=request.retention.owner, most=most, images=names)
+            if request.images is not None and request.images.digest:
+                recall = replace(recall, reason="no checkpoint", detail=COMPUTED_WHOLE)
             if (rewrite := request.submission.rewrite) is not None:
                 recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
             request.recall = recall

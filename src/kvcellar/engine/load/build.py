@@ -232,7 +232,9 @@ def _assembled(
         shares=shares,
         events=events,
         open_store=partial(tiers, source=source_of(loaded, guest), share=1 - part, events=events),
-        seeing=None if guest.vision is None else Seeing(guest.vision, device=guest.device, most=images),
+        seeing=None
+        if guest.vision is None
+        else Seeing(guest.vision, device=guest.device, most=images, solo=guest.mode == "solo"),
     )
     loop, runner = _running(guest, manager, settings, intake, threads, inbox, capacity)
     found = (settings, base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
@@ -331,7 +333,10 @@ def _running(
 def _image_rules(guest: Guest, loaded: Described, step_tokens: int) -> ImageRules:
     if guest.vision is None:
         return ImageRules(f"{loaded.name} takes no images: {guest.not_seeing}")
-    return ImageRules(ahead=guest.ahead, in_front=guest.vision.in_front, step_tokens=step_tokens)
+    whole = 0
+    if guest.whole:  # no prompt is longer than a window, beyond which tokens may see each other or not
+        whole = min(group.layout.most_cells(step_tokens, 0) for group in guest.shape.groups)
+    return ImageRules(ahead=guest.ahead, in_front=guest.vision.in_front, step_tokens=step_tokens, whole=whole)
 
 
 def _scored(capacity: Capacity, intake: Intake) -> int:

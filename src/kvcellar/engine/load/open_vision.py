@@ -51,9 +51,9 @@ def _refused(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput)
     ids = tokens[places[0] : places[-1] + 1]
     guest.vision = vision
     try:
-        vision.check_causal(random_tokens(guest.model, 8, torch.Generator().manual_seed(2)))
         if guest.mode == "flat":
             our_attention(guest.model)  # its masks are asked for, and say what looks ahead
+        guest.whole = vision.whole_prompts(random_tokens(guest.model, 8, torch.Generator().manual_seed(2)))
         features = vision.encode(ids, inputs)
         guest.ahead = features.ahead
         if features.in_windows:

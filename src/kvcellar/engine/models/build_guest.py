@@ -19,7 +19,7 @@ from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import context_of
 from kvcellar.engine.models.latent_attention import with_latents, without_latents
 from kvcellar.engine.models.mixers import scan_kernel, wrap_mixers
-from kvcellar.engine.models.registered import fresh_layers, our_attention, own_attention, register
+from kvcellar.engine.models.registered import fresh_layers, layers_with_masks, our_attention, own_attention, register
 from kvcellar.engine.models.rope import with_rotations
 from kvcellar.engine.models.seam import current_door
 from kvcellar.engine.models.selftest import TOLERANCE, Reference, partial_commit_test, reference_of, whole_step_test
@@ -52,7 +52,8 @@ def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
         try:
             reference = _reference(model)
         except MODEL_ERRORS as error:
-            raise _refusal(model, _not_causal(model) or f"its own forward fails. {reason_of(error)}") from error
+            said = str(error) if isinstance(error, ModelRefused) else f"its own forward fails. {reason_of(error)}"
+            raise _refusal(model, _not_causal(model) or said) from error
         for mode, build in modes.items():
             found = _attempt(build, reference)
             if isinstance(found, Guest):
@@ -78,6 +79,12 @@ def _check_testable(model: PreTrainedModel) -> None:
         raise _refusal(model, f"its weights are {model.dtype}, not a float of 16, 32 or 64 bits")
     if (context := context_of(model)) < MIN_CONTEXT:
         raise _refusal(model, f"its context of {context} positions is too short to test")
+    if own := layers_with_masks(model):
+        raise _refusal(
+            model,
+            f"its own cache layers ({own[0]}) decide what tokens see, so a reply drawn with them is not what its "
+            f"forward gives without a cache",
+        )
 
 
 def _not_causal(model: PreTrainedModel) -> str:

@@ -93,6 +93,7 @@ class Guest:
         self.vision: Vision | None = None
         self.not_seeing = TEXT_ONLY  # where `vision` is None
         self.ahead = False  # tokens of an image see each other both ways
+        self.whole = False  # all tokens of a prompt do
         self.adapted = AdaptedNetwork(model)
 
     @property
@@ -171,7 +172,7 @@ class Guest:
         self, memory: Memory, plan: Plan, ids: Ints, want: Tensor, images: StepImages | None, *, hidden: bool = False
     ) -> Results | None:
         """The results of a recorded forward; None if modules have to run the step."""
-        if self.recording is None or (images is not None and images.rows is not None):
+        if self.recording is None or plan.look_ahead or (images is not None and images.rows is not None):
             return None
         self._check(plan)
         head = want if "logits_to_keep" in self._accepts else None
@@ -222,7 +223,8 @@ class Guest:
         from kvcellar.engine.models.registered import fresh_layers  # imports transformers
 
         opened_masks = self.vision is not None and self.vision.first is not None
-        door = SoloDoor(memory, plan, fresh_layers(self.model), looks_ahead=opened_masks)
+        before = None if images is None else images.before
+        door = SoloDoor(memory, plan, fresh_layers(self.model), before, looks_ahead=opened_masks)
         self._adapt(door, plan, lambda: None, head)
         logits = self.run(door, rows[0], self._placed(rows[1], images), want)
         door.put()

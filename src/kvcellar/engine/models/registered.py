@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicCache
 
 from kvcellar.engine.models.mixers import conv
 from kvcellar.engine.models.seam import INDEX, Door, OwnLayer, current_door, opened
@@ -30,6 +30,14 @@ def fresh_layers(model: PreTrainedModel) -> Callable[[int], Any]:
         return layers[layer]
 
     return fresh
+
+
+def layers_with_masks(model: PreTrainedModel) -> list[str]:
+    """The classes of its own cache layers that decide what tokens see: a forward without a cache does not show that."""
+    kinds: Sequence[str] = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    own = {one for kind in kinds if (one := DYNAMIC_LAYER_TYPE_MAPPING.get(kind)) is not None}
+    sizes = {one.__name__: getattr(one, "get_mask_sizes", None) for one in own}
+    return sorted(name for name, found in sizes.items() if found and found.__module__ != Cache.__module__)
 
 
 @contextmanager

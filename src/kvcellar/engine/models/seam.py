@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -87,18 +87,55 @@ class Binding:
 INDEX = "index"  # the plane of an indexer's keys
 OWN = "its layers use a cache layer of their own class, which needs one sequence in order"
 
-Keep = Callable[[str, Tensor, int], Tensor]  # plane, new [1,T,D], layer -> the values of all tokens [1,N,D]
+
+class Kept(Protocol):
+    """What is kept of the tokens of one sequence: a door."""
+
+    @property
+    def before(self) -> Tensor:
+        """Positions of the earlier tokens [past], or of several axes [axes,past]."""
+        ...
+
+    def keys(self, layer: int) -> Tensor:
+        """Of all tokens [1,G,N,D], after those of the new ones were stored."""
+        ...
+
+    def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
+        """Store another plane [1,T,D] of the new tokens; returns that of all tokens [1,N,D]."""
+        ...
 
 
 class OwnLayer:
     """Wraps an empty cache layer of the model's own class (`fresh`): its methods get the values of all tokens."""
 
-    def __init__(self, fresh: Any, layer: int, keep: Keep) -> None:
-        self._fresh, self._layer, self._keep = fresh, layer, keep
+    def __init__(self, fresh: Any, layer: int, kept: Kept) -> None:
+        self._fresh, self._layer, self._kept = fresh, layer, kept
+
+    def _keep(self, name: str, new: Tensor) -> Tensor:
+        return self._kept.update_plane(name, new, self._layer)
+
+    @property
+    def keys(self) -> Tensor:
+        """GLM 5: the keys of all tokens [1,G,N,D]."""
+        return self._kept.keys(self._layer)
+
+    def get_seq_length(self) -> int:
+        """GLM 5: the number of tokens, with the new ones."""
+        return self.keys.shape[2]
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Qwen 4: the positions of earlier tokens [3,1,past]; None: there are none."""
+        before = self._kept.before
+        return before.expand(3, -1)[:, None] if before.shape[-1] else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, _: Tensor | None) -> None:
+        """Those of all tokens, which the next forward has from its door."""
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """DeepSeek-V4: kv and gate [1,T,D] of new tokens -> those of all complete windows, and the start of these."""
-        kv, gate = (self._keep(f"{name} {what}", new, self._layer) for what, new in (("kv", kv), ("gate", gate)))
+        kv, gate = (self._keep(f"{name} {what}", new) for what, new in (("kv", kv), ("gate", gate)))
         return self._fresh.store_compression_weights(name, kv, gate)
 
     def update_overlap_state(self, *args: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -111,7 +148,7 @@ class OwnLayer:
 
     def update_index(self, keys: Tensor) -> Tensor:
         """MiniMax-M3: keys [1,1,T,D] of its indexer -> those of all tokens [1,1,N,D]."""
-        return self._fresh.update_index(self._keep(INDEX, keys[:, 0], self._layer)[:, None])
+        return self._fresh.update_index(self._keep(INDEX, keys[:, 0])[:, None])
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ModelRefused(f"layer {self._layer} uses {name} of a cache layer of its own class, which is not supported")
@@ -120,13 +157,13 @@ class OwnLayer:
 class OwnLayers:
     """The own layers of one forward, made on first use. `fresh(layer)` makes an empty one."""
 
-    def __init__(self, fresh: Callable[[int], Any], keep: Keep) -> None:
-        self._fresh, self._keep = fresh, keep
+    def __init__(self, fresh: Callable[[int], Any], kept: Kept) -> None:
+        self._fresh, self._kept = fresh, kept
         self._made: dict[int, OwnLayer] = {}
 
     def of(self, layer: int) -> OwnLayer:
         if layer not in self._made:
-            self._made[layer] = OwnLayer(self._fresh(layer), layer, self._keep)
+            self._made[layer] = OwnLayer(self._fresh(layer), layer, self._kept)
         return self._made[layer]
 
 
@@ -350,9 +387,18 @@ class FlatDoor(StepDoor):
 class SoloDoor(StepDoor):
     """One sequence in the open step, with the model's own attention, which gets all keys in order."""
 
-    def __init__(self, memory: Memory, plan: Plan, fresh: Callable[[int], Any], *, looks_ahead: bool = False) -> None:
-        """`fresh` returns an empty cache layer of the model's own class, by index of the layer. `looks_ahead`: what it
-        has of masks is changed (`Vision.seeing`)."""
+    def __init__(
+        self,
+        memory: Memory,
+        plan: Plan,
+        fresh: Callable[[int], Any],
+        before: Tensor | None = None,
+        *,
+        looks_ahead: bool = False,
+    ) -> None:
+        """`fresh` returns an empty cache layer of the model's own class, by index of the layer. `before` are the
+        positions of the earlier tokens, if they are not those in the text. `looks_ahead`: what it has of masks is
+        changed (`Vision.seeing`)."""
         if len(plan.feeds) != 1:
             raise ModelRefused(f"a model that runs solo was given {len(plan.feeds)} sequences in one forward")
         if plan.look_ahead and not looks_ahead:
@@ -361,12 +407,20 @@ class SoloDoor(StepDoor):
             raise ModelRefused("a model that runs solo attends to its new tokens, so none of them can be query-only")
         self._memory, self._past = memory, plan.feeds[0].pos.start
         self._states = StateView(memory.states, plan.states, plan.tokens, revertible=plan.feeds[0].revertible)
-        self._own_layers = OwnLayers(fresh, self.update_plane)
+        self.before = torch.arange(self._past, device=memory.device) if before is None else before
+        self._own_layers = OwnLayers(fresh, self)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         self._memory.put(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        keys, values = self._in_order(layer)
+        return keys.to(k.dtype), values.to(v.dtype)
+
+    def keys(self, layer: int) -> Tensor:
+        return self._in_order(layer)[0]
+
+    def _in_order(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self._memory.get(layer).in_order()
-        return keys.transpose(0, 1)[None].to(k.dtype), values.transpose(0, 1)[None].to(v.dtype)
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
         self._memory.put(layer, **{name: new.transpose(0, 1)})

@@ -57,6 +57,8 @@ def reference_of(model: PreTrainedModel, seed: int) -> Reference:
             seq: model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0].float()
             for seq, text in texts.items()
         }
+    if len(logits[0]) != most:
+        raise ModelRefused(f"its forward gives {len(logits[0])} rows of logits for {most} tokens, not one for each")
     if not all(bool(rows.isfinite().all()) for rows in logits.values()):
         raise ModelRefused(
             f"its logits are not finite: the weights are damaged, or {model.dtype} is too narrow for them"
@@ -88,16 +90,19 @@ def image_test(
     count = 1 if vision.in_front else 2
     half = len(places) // count
     spans = [Span(places[at], places[at + half - 1] + 1) for at in range(0, len(places), half)]
-    n = len(spans[0])
     with torch.inference_mode():
         own_attention(model)
-        given, logits = vision.of_two(ours, inputs) if count == 2 else (inputs, vision.logits(ours, inputs))
-        reference = {0: logits, 1: vision.logits(text, {})}
+        drawn, others = (6, len(text)) if guest.whole else (None, None)
+        if vision.in_front:
+            given, logits = inputs, vision.logits(ours, inputs)
+        else:
+            given, logits = vision.of_two(ours, inputs, drawn)
+        reference = {0: logits, 1: vision.logits(text, {}, others)}
         replay = _Replay(guest, Reference({0: ours, 1: text}, reference))
+    if guest.mode == "flat" and not guest.whole and not vision.in_front:
+        vision.check_apart(ours, given, [span.start for span in spans])
     placed = vision.positions(ours, given)
-    inside = () if features.ahead else (spans[0].start + n // 2,)
-    before = () if vision.in_front else (2,)
-    cuts = (0, *before, *inside, *(span.end + 1 for span in spans), len(ours) - 1, len(ours))
+    cuts, looking = _cut(guest, vision, spans, len(ours), ahead=features.ahead)
     for number, (start, end) in enumerate(pairwise(cuts)):
         beside = [Feed(1, Span(4 * number, 4 * number + 4))] if guest.mode == "flat" else []
         parts = [(place - start, features, places.index(place) % half) for place in places if start <= place < end]
@@ -109,12 +114,25 @@ def image_test(
                 others = torch.arange(feed.pos.start, feed.pos.end)
                 positions = torch.cat([positions, others.expand(*positions.shape[:-1], -1)], -1)
             positions = positions.to(device)
-        ahead = tuple((0, span) for span in spans if features.ahead and start <= span.start and span.end <= end)
-        replay.step(Feed(0, Span(start, end)), *beside, ahead=ahead, images=StepImages(positions, rows))
+        ahead = tuple((0, span) for span in looking if start <= span.start and span.end <= end)
+        before = None if placed is None else placed[:, :start].to(device)
+        replay.step(Feed(0, Span(start, end)), *beside, ahead=ahead, images=StepImages(positions, rows, before))
     kind = judged_as(model)
     if not all(bool(gap.isfinite().all()) for gap in replay.gaps):
         return Verdict(float("inf"), TOLERANCE[kind])
     return Verdict(worst(replay.gaps, kind), TOLERANCE[kind])
+
+
+def _cut(
+    guest: Guest, vision: Vision, spans: Sequence[Span], end: int, *, ahead: bool
+) -> tuple[Sequence[int], Sequence[Span]]:
+    """Where the chunks of a text with images begin and end, and what of it sees both ways."""
+    if guest.whole:
+        prompt = Span(0, end - 6)
+        return (0, prompt.end, end - 1, end), (prompt,)
+    before = () if vision.in_front else (2,)
+    inside = () if ahead else (spans[0].start + len(spans[0]) // 2,)
+    return (0, *before, *inside, *(span.end + 1 for span in spans), end - 1, end), spans if ahead else ()
 
 
 def _verdict(replay: "_Replay", steps: Callable[["_Replay"], None]) -> Verdict:

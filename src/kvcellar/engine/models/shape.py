@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvcellar.engine.models.registered import GuestCache
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # transformers' mask_function(batch, head, query, key)
+KEYS_BEHIND = 2  # behind a query, at which its rule is evaluated
 
 
 def recognise(rule: Rule, local_size: int | None, context: int, device: torch.device) -> Layout:
@@ -71,8 +72,8 @@ def _positions(local_size: int | None, context: int) -> list[int]:
 def _keys(pos: int, candidates: list[Layout]) -> list[int]:
     """Every key if there are few; else the first, the last, those around each candidate's limit, and some between."""
     if pos < 1024:
-        return list(range(pos + 3))
-    tested = {*range(64), *range(pos - 256, pos + 3), *(pos * i // 64 for i in range(64))}
+        return list(range(pos + 1 + KEYS_BEHIND))
+    tested = {*range(64), *range(pos - 256, pos + 1 + KEYS_BEHIND), *(pos * i // 64 for i in range(64))}
     for layout in candidates:
         tested |= {layout.lowest(pos) + d for d in (-2, -1, 0, 1)}
     return sorted(key for key in tested if key >= 0)
@@ -107,8 +108,8 @@ class StoreProbe(Door):
         self.states: dict[tuple[int, str], StatePlane] = {}  # by layer and name
         self.mixers: dict[nn.Module, None] = {}  # the modules that read or stored a state
         self.running: list[nn.Module] = []  # modules whose forward has begun, the innermost last
-        self._past = past
-        self._own = OwnLayers(fresh, self.update_plane) if fresh is not None else None
+        self._past, self.before = past, torch.zeros(0, dtype=torch.long)
+        self._own = OwnLayers(fresh, self) if fresh is not None else None
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         if layer in self.stored:
@@ -128,6 +129,9 @@ class StoreProbe(Door):
             raise ModelRefused(f"layer {layer} stores {name} of shape {tuple(new.shape)}")
         planes[name] = new
         return new
+
+    def keys(self, layer: int) -> Tensor:
+        return self.stored[layer][0]
 
     def own_layer(self, layer: int) -> OwnLayer:
         return super().own_layer(layer) if self._own is None else self._own.of(layer)
@@ -188,6 +192,9 @@ class ProbeDoor(StoreProbe):
             q, binding, layout, q.shape[1], k.shape[1], q.shape[3], v.shape[3], scoring_of(q, extras)
         )
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
+        return self._context + KEYS_BEHIND, 0  # some rules are tables of so many positions
 
     def mask(self, rule: Rule, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
         mask = torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)

@@ -97,10 +97,12 @@ class ImageRows(NamedTuple):
 
 class StepImages(NamedTuple):
     """What a step has beside its ids, where sequences have images: the positions of its rows [T], or of several axes
-    [axes,T], and the rows of images, if there are any."""
+    [axes,T], and the rows of images, if there are any. `before`: positions of the tokens before those of a step with
+    one sequence [axes,past]."""
 
     positions: Tensor | None = None  # None: those of the plan
     rows: ImageRows | None = None
+    before: Tensor | None = None  # None: those of any text
 
 
 class _TowerDoor(Door):
@@ -123,10 +125,38 @@ class _TowerDoor(Door):
         return 0
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
-        zero = torch.zeros((), dtype=torch.long, device=device)
         if q_length > 1:
-            ahead = bool(rule(zero, zero, zero, zero + q_length - 1))
+            ahead = _looks_ahead(rule, local_size, torch.arange(q_length, device=device))
             self.ahead, self.causal = self.ahead or ahead, self.causal or not ahead
+        return torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)
+
+
+def _looks_ahead(rule: Any, local_size: int | None, places: Tensor) -> bool:
+    """Whether tokens at these places see those behind them. Raises `ModelRefused` if memory would show them others than
+    the rule does: all of them or none, and of those before them no more than a window of `local_size`."""
+    zero, last = torch.zeros_like(places[0]), places[-1]
+    seen, first = (torch.as_tensor(rule(zero, zero, *one)) for one in ((zero, places[1:]), (last, zero)))
+    if not bool(seen.any()):
+        return False
+    if not bool(seen.all()) or (local_size is not None and len(places) > local_size and bool(first)):
+        window = f" with a window of {local_size}" if local_size is not None else ""
+        raise ModelRefused(
+            f"which of {len(places)} tokens see each other{window} is not as memory can have it: what sees both ways "
+            f"has to be in one piece, and to fit in windows"
+        )
+    return True
+
+
+class _PairDoor(_TowerDoor):
+    """As `_TowerDoor`, for two images: whether the first token of one sees that of the other, behind it."""
+
+    def __init__(self, pair: Tensor) -> None:
+        super().__init__()
+        self._pair = pair
+
+    def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
+        zero, (one, other) = torch.zeros((), dtype=torch.long, device=device), self._pair
+        self.ahead = self.ahead or bool(rule(zero, zero, one, other))
         return torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)
 
 
@@ -204,23 +234,29 @@ class Vision:
                 layers[name] = several
         if rows is None:
             raise ModelRefused("its decoder gets no embeddings")
-        ahead = door.ahead or (self.first is not None and not door.causal and _looks_ahead(arguments.get(MASK)))
+        ahead = door.ahead or (self.first is not None and not door.causal and _mask_looks_ahead(arguments.get(MASK)))
         return Features(rows, layers, mask, ahead, door.ahead and door.causal)
 
-    def logits(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor:
-        """[T,V] of the network's own forward over a text with images."""
+    def logits(self, ids: Sequence[int], inputs: Mapping[str, Tensor], drawn: int | None = None) -> Tensor:
+        """[T,V] of the network's own forward over a text with images. `drawn`: of a network whose prompts look ahead as
+        a whole, how many of the last tokens are behind the prompt."""
         tokens = torch.tensor([ids], device=self.model.device)
         given = self._arguments(self.accepts, tokens, {"attention_mask": torch.ones_like(tokens), **inputs})
+        if drawn is not None:
+            types = (torch.arange(len(ids), device=tokens.device) >= len(ids) - drawn).long()[None]
+            given |= {name: types for name in TYPES if name in given}
         return self.model(**given, use_cache=False).logits[0].float()
 
-    def of_two(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    def of_two(
+        self, ids: Sequence[int], inputs: Mapping[str, Tensor], drawn: int | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """What the network gets for the same image twice, and its logits [T,V]. Pixels of several images are joined
         along the first axis, or where its forward fails then, along the last one (patches in a row)."""
         for axis in (0, -1):
             axes = {name: axis if one.is_floating_point() else 0 for name, one in inputs.items()}
             twice = {name: torch.cat([one, one], axes[name]) for name, one in inputs.items() if one.dim()}
             try:
-                return twice, self.logits(ids, twice)
+                return twice, self.logits(ids, twice, drawn)
             except (RuntimeError, ValueError, LookupError):
                 if axis:
                     raise
@@ -262,13 +298,26 @@ class Vision:
         return {name: value for name, value in given.items() if name in names}
 
     @torch.inference_mode()
-    def check_causal(self, ids: Sequence[int]) -> None:
-        """Raise `ModelRefused` if tokens of a prompt without images see those behind them, as those of a prefix do."""
+    def whole_prompts(self, ids: Sequence[int]) -> bool:
+        """Whether tokens of a prompt, `ids` without images, see those behind them, as those of a prefix do. Raises
+        `ModelRefused` if they do so in some layers only."""
         door = _TowerDoor()
         with opened(door), self._stopping(lambda: None):
             self._at_decoder(torch.tensor([ids], device=self.model.device), {})
+        if door.ahead and door.causal:
+            raise ModelRefused("all tokens of a prompt see each other both ways in some of its layers only")
+        return door.ahead
+
+    @torch.inference_mode()
+    def check_apart(self, ids: Sequence[int], inputs: Mapping[str, Tensor], starts: Sequence[int]) -> None:
+        """Raise `ModelRefused` if the two images of a text, which begin at `starts`, see each other both ways."""
+        door = _PairDoor(torch.tensor(starts, device=self.model.device))
+        with opened(door), self._stopping(lambda: None):
+            self._at_decoder(torch.tensor([ids], device=self.model.device), inputs)
         if door.ahead:
-            raise ModelRefused("all tokens of a prompt see each other both ways, so that none can be kept for another")
+            raise ModelRefused(
+                "images of a prompt see those behind them, so that what is kept of one depends on others"
+            )
 
     @torch.inference_mode()
     def positions(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor | None:
@@ -389,7 +438,7 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
 
 
-def _looks_ahead(mask: Any) -> bool:
+def _mask_looks_ahead(mask: Any) -> bool:
     """Whether a mask of a network's own, [1,1,T,N] of Booleans or of what is added to scores, lets the first row see
     the last column."""
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] < 2:

@@ -1,0 +1,49 @@
+"""Prompts whose tokens all see each other: computed in one step, and used by no other prompt."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcellar import Engine
+from kvcellar.errors import BadRequest
+from tests.images.seeing import Pictures, asked, engine_of, pictures_of
+
+MOST = 450  # tokens of a step
+BEFORE, AFTER = [5, 6, 7, 8, 31], [12, 13, 14, 15]
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Pictures:
+    return pictures_of("paligemma")
+
+
+@pytest.fixture
+def engine(pictures: Pictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    with engine_of(pictures, tmp_path, monkeypatch, step_tokens=MOST) as engine:
+        yield engine
+        engine._built.loop.call(engine._built.loop.check)
+
+
+def test_a_prompt_that_begins_with_another_is_computed_whole(engine: Engine, pictures: Pictures) -> None:
+    """Of the shorter one, all tokens are in memory, and had not seen those behind it."""
+    for parts in ([pictures.one, BEFORE], [pictures.one, BEFORE, AFTER], [BEFORE, AFTER], [BEFORE, AFTER, BEFORE]):
+        found = asked(engine, pictures, *parts).result()
+        assert list(found.choices[0].token_ids) == pictures.greedy(*parts)
+        assert found.usage.cached_tokens == 0
+        assert found.recall is not None
+        assert "see each other" in found.recall.detail
+
+
+def test_outputs_of_a_prompt_share_it(engine: Engine, pictures: Pictures) -> None:
+    before = engine.stats().prefill_tokens
+    found = asked(engine, pictures, pictures.one, AFTER, n=3).result()
+    assert [list(one.token_ids) for one in found.choices] == 3 * [pictures.greedy(pictures.one, AFTER)]
+    assert engine.stats().prefill_tokens - before == found.usage.prompt_tokens
+
+
+def test_what_needs_more_than_a_step_or_parts_of_a_prompt_is_refused(engine: Engine, pictures: Pictures) -> None:
+    with pytest.raises(BadRequest, match=f"tokens, which see each other, and a step at most {MOST}"):
+        asked(engine, pictures, (MOST + 1) * [7])
+    with pytest.raises(BadRequest, match="see those behind them"):
+        asked(engine, pictures, AFTER, prompt_logprobs=1)

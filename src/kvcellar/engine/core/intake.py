@@ -38,12 +38,14 @@ SCORE_BYTES = 144  # of a token id with its log-probability
 @dataclass(frozen=True, slots=True)
 class ImageRules:
     """What images a model takes. `why_not`: why none; "": it takes some. `ahead`: tokens of an image see each other
-    both ways, so that one step has all of them, `step_tokens` at most. `in_front`: there is one, before all text."""
+    both ways, so that one step has all of them, `step_tokens` at most. `in_front`: there is one, before all text.
+    `crossed`: tokens see images by cross-attention."""
 
     why_not: str = ""
     ahead: bool = False
     in_front: bool = False
     step_tokens: int = 0
+    crossed: bool = False
 
     def of(self, submission: Submission) -> PromptImages | None:
         """The images of a submission. Raises `BadRequest`."""
@@ -52,7 +54,7 @@ class ImageRules:
             return None
         if self.why_not:
             raise BadRequest(self.why_not, "messages")
-        images = PromptImages(prompt, submission.images, ahead=self.ahead)
+        images = PromptImages(prompt, submission.images, ahead=self.ahead, crossed=self.crossed)
         if self.in_front and (images.spans[-1].start or images.count == len(prompt)):
             raise BadRequest("this model takes one image, in front of a text", "messages")
         if self.ahead and (longest := max(map(len, images.spans))) > self.step_tokens:

@@ -8,15 +8,17 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from kvcellar.errors import BadRequest
-from kvcellar.images.image import ImageInput, is_row
+from kvcellar.images.image import ImageInput, is_row, seen_from
 from kvcellar.memory.spans import Span
 
 
 class PromptImages:
-    def __init__(self, prompt: Sequence[int], images: Sequence[ImageInput], *, ahead: bool) -> None:
-        """`ahead`: the tokens of an image see each other both ways. Raises `BadRequest` if the rows of the prompt are
-        not those of the images."""
-        self.inputs, self.ahead = tuple(images), ahead
+    def __init__(
+        self, prompt: Sequence[int], images: Sequence[ImageInput], *, ahead: bool, crossed: bool = False
+    ) -> None:
+        """`ahead`: the tokens of an image see each other both ways. `crossed`: images are one token each, and others
+        see them by cross-attention. Raises `BadRequest` if the rows of the prompt are not those of the images."""
+        self.inputs, self.ahead, self.crossed = tuple(images), ahead, crossed
         self.rows = {row: (index, at) for index, one in enumerate(images) for at, row in enumerate(one.row_ids())}
         self._places = places = [at for at, token in enumerate(prompt) if is_row(token)]
         if [prompt[at] for at in places] != [row for one in images for row in one.row_ids()]:
@@ -51,6 +53,20 @@ class PromptImages:
         if len(names) != len(self.spans):
             names = [f"image {number + 1} of the prompt" for number in range(len(self.spans))]
         return [(span.start, name) for span, name in zip(self.spans, names, strict=True)]
+
+    def seen(self, pos: int) -> range:
+        """The images that a token at `pos` sees by cross-attention (`seen_from`), if its network does that."""
+        return seen_from(self._places, pos) if self.crossed else range(0)
+
+    def needed(self, pos: int) -> range:
+        """The images of which features are needed to compute what is at `pos` and behind it."""
+        seen, after = self.seen(pos), self.after(pos)
+        return range(seen.start if seen else after.start, after.stop)
+
+    def next(self, pos: int) -> range:
+        """Those of them that are needed first."""
+        needed = self.needed(pos)
+        return range(needed.start, min(needed.stop, max(needed.start + 1, self.seen(pos).stop)))
 
     def after(self, pos: int) -> range:
         """The images of which tokens at `pos` or behind it are."""

@@ -207,7 +207,8 @@ def _assembled(
     deepest = drafts.deepest if drafts is not None else 0
     steps = {"context": context, "step_tokens": step_tokens, "deepest": deepest}
     needs = Needs.of(guest, context, scratch(guest, measures=measures, **steps), shifts=True)
-    images = image_bytes(settings, guest.device) if guest.vision is not None else 0
+    crossed = guest.vision is not None and guest.vision.sees is not None
+    images = image_bytes(settings, guest.device, crossed=crossed) if guest.vision is not None else 0
     capacity, own = divided(needs, drafts.needs if drafts is not None else None, settings, guest.device, images)
     measures.keep()
     if not isinstance(base, Restart) and guest.not_seeing == TEXT_ONLY:  # others need their network to see, or say why
@@ -331,7 +332,8 @@ def _running(
 def _image_rules(guest: Guest, loaded: Described, step_tokens: int) -> ImageRules:
     if guest.vision is None:
         return ImageRules(f"{loaded.name} takes no images: {guest.not_seeing}")
-    return ImageRules(ahead=guest.ahead, in_front=guest.vision.in_front, step_tokens=step_tokens)
+    vision, how = guest.vision, {"ahead": guest.ahead, "step_tokens": step_tokens}
+    return ImageRules(in_front=vision.in_front, crossed=vision.sees is not None, **how)
 
 
 def _scored(capacity: Capacity, intake: Intake) -> int:

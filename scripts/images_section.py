@@ -38,6 +38,11 @@ one batch, with two completions each, and again from memory. The column *process
 stands for an image in a prompt, with a tokenizer of bytes and the default settings of the class: whether it takes a
 picture, and with Pillow or torchvision. A model needs both. `kvcellar doctor` says whether yours has them.
 
+Two types attend to images by cross-attention. Of mllama, the text in front of the first image is in the cache of the
+own forward: in one forward over all of a prompt, transformers lets that text see all images, unlike
+[Meta's code](decisions/0111-cross-attention-has-no-cells.md). The config of idefics names no placeholder: that of the
+tiny network does, as `image_token_id`.
+
 Networks of BLIP-2, InstructBLIP and KOSMOS-2 take no text without an image. Here it is read by their decoder, and
 compared with their own forward over that text and an image that has no place in it. GIT's own forward takes one image,
 in front of a text: it has three prompts. Features of InstructBLIP are of an image and of a question

@@ -23,6 +23,7 @@ from kvcellar.memory.prefix.node import key_of
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.text.output import Output, Stops
 from tests.zoo_test_support.images import (
+    CROSSED,
     END,
     IN_FRONT,
     PLACEHOLDER,
@@ -33,6 +34,7 @@ from tests.zoo_test_support.images import (
     inputs_of,
     network_of,
     processor_of,
+    seen_by,
 )
 
 LENGTH = 5  # tokens that are drawn
@@ -67,23 +69,31 @@ class Pictures:
         return with_rows(self.ids(parts), PLACEHOLDER, images_in(parts))
 
     def logits(self, parts: Sequence[list[int] | ImageInput], *drawn_ids: int) -> torch.Tensor:
-        """[T,V] of the network's own forward, without a cache, over these parts and tokens that were drawn behind."""
+        """[T,V] of the network's own forward over these parts and tokens that were drawn behind: without a cache, or
+        for a forward that lets all tokens in front of the first image see it, with these in its cache."""
         inputs, names = self._inputs(images_in(parts)), signature(self.model.forward).parameters
         inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
         ids = [token for token in self.ids(parts) if token != PLACEHOLDER or not self.in_front]
-        text = torch.tensor([[*ids, *drawn_ids]])
+        ids, cached, before = [*ids, *drawn_ids], dict[str, Any](), list[torch.Tensor]()
+        text, seen = torch.tensor([ids]), seen_by(self.model, ids, inputs)
+        first = ids.index(PLACEHOLDER) if "cross_attention_mask" in seen else 0
         types = (text == PLACEHOLDER).long()
         if self.whole:
             types = (torch.arange(text.shape[1]) >= text.shape[1] - len(drawn_ids)).long()[None]
         given: Mapping[str, Any] = {
-            "input_ids": text,
+            "input_ids": text[:, first:],
             "attention_mask": torch.ones_like(text),
             **dict.fromkeys(TYPES, types),
+            **({name: one[:, first:] for name, one in seen.items()} if first else seen),
             **inputs,
         }
         with torch.inference_mode():
-            found = self.model(**{name: one for name, one in given.items() if name in names}, use_cache=False)
-        logits = found.logits[0].float().clone()
+            if first:
+                made = self.model(input_ids=text[:, :first], use_cache=True)
+                before, cached = [made.logits], {"past_key_values": made.past_key_values}
+            accepted = {name: one for name, one in given.items() if name in names}
+            found = self.model(**accepted, **cached, use_cache=bool(cached))
+        logits = torch.cat([*before, found.logits], 1)[0].float().clone()
         logits[:, PLACEHOLDER] = float("-inf")
         return logits
 
@@ -92,7 +102,7 @@ class Pictures:
         has no features."""
         names = signature(self.model.forward).parameters
         if images or "pixel_values" not in names:
-            return inputs_of(images)
+            return inputs_of(images, 1 if names.keys() & CROSSED else 0)
         if "image_embeds" in names:
             return {"image_embeds": torch.zeros(1, 0, self.model.config.get_text_config().hidden_size)}
         return inputs_of([self.one] if names["pixel_values"].default is Parameter.empty else [])

@@ -21,12 +21,12 @@ from kvcellar.images.image import is_row
 from tests.engine.mixes import assert_at_rest, bytes_for
 from tests.engine.speculating import Oracle, Silent, speculates
 from tests.images.seeing import Pictures, asked, engine_of, pictures_of
-from tests.models.lora import ends_with, layers_of, merged, saved
+from tests.models.lora import layers_of, merged, saved
 from tests.zoo import ARCHS
 from tests.zoo_test_support.images import PLACEHOLDER, network_of
 
 QUICK = ("gemma3", "qwen3_vl")
-SLOW = ("llava", "qwen2_vl", "lfm3_vl", "mistral3", "qwen3_5", "idefics3", "vipllava")
+SLOW = ("llava", "qwen2_vl", "lfm3_vl", "mistral3", "qwen3_5", "idefics3", "vipllava", "mllama")
 TYPES = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
 BEFORE, BETWEEN, AFTER = [5, 6, 7, 8, 31], [9, 10, 11], [12, 13, 14, 15]
 CLOSE = 1e-4
@@ -59,15 +59,16 @@ def check_texts(engine: Engine, pictures: Pictures, texts: Sequence[list[Any]], 
 
 
 OF_TEXT = r".*language_model.*(q_proj|v_proj|down_proj)"
+OF_SELF = r".*language_model.*self_attn\.(q_proj|v_proj)"  # not of layers that a text alone does not go through
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_adapters_change_texts_with_images_as_merged_weights_do(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pictures = pictures_of(model_type)
-    layers = layers_of(pictures.model, lambda name: re.fullmatch(OF_TEXT, name) is not None)
-    own = saved(tmp_path / "own", layers, target_modules=OF_TEXT)
+    pictures, selected = pictures_of(model_type), OF_SELF if model_type == "mllama" else OF_TEXT
+    layers = layers_of(pictures.model, lambda name: re.fullmatch(selected, name) is not None)
+    own = saved(tmp_path / "own", layers, target_modules=selected)
     other = Pictures(merged(pictures.model, own), pictures.one, pictures.two)
     texts = parts_of(pictures)
     with engine_of(pictures, tmp_path / "m", monkeypatch, adapters={"own": own}) as engine:
@@ -81,11 +82,18 @@ def test_adapters_change_texts_with_images_as_merged_weights_do(
         assert_at_rest(engine)
 
 
-def test_an_adapter_that_changes_features_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = pictures_of("llava")
-    own = saved(tmp_path / "own", layers_of(pictures.model, ends_with("q_proj")), target_modules=["q_proj"])
+@pytest.mark.parametrize(
+    ("model_type", "changed"),
+    [("llava", r"model\.vision_tower"), ("mllama", r"model\.language_model\.layers\.1\.cross_attn")],
+)
+def test_an_adapter_that_changes_features_is_refused(
+    model_type: str, changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures, selected = pictures_of(model_type), r".*(tower|language_model).*q_proj"
+    layers = layers_of(pictures.model, lambda name: re.fullmatch(selected, name) is not None)
+    own = saved(tmp_path / "own", layers, target_modules=selected)
     with engine_of(pictures, tmp_path / "m", monkeypatch) as engine:
-        with pytest.raises(AdapterRefused, match=r"changes model\.vision_tower.*target_modules"):
+        with pytest.raises(AdapterRefused, match=rf"changes {changed}.*target_modules"):
             engine.adapters.add("own", own)
 
 
@@ -135,6 +143,30 @@ def test_little_memory_preempts_and_changes_no_text(
             assert pictures.lacks(one.result().token_ids, *parts) <= CLOSE
         assert engine.stats().preemptions > 0
         assert_at_rest(engine)
+
+
+def test_what_resumes_behind_an_image_encodes_it_again_where_its_features_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By cross-attention: of two images that each have another prompt, one is kept; and after a restart, none."""
+    pictures = pictures_of("mllama")
+    before = [20] * 300  # short texts are not stored
+    texts = [[before, one, AFTER] for one in (pictures.one, pictures.two)]
+    how: dict[str, Any] = {"image_bytes": 1, "store": str(tmp_path / "store")}
+    with engine_of(pictures, tmp_path / "m", monkeypatch, **how) as engine:
+        cold = [one.result().token_ids for one in [asked(engine, pictures, *parts) for parts in texts]]
+        assert encoded(engine) == 2
+        assert engine.stats().image_bytes == 0  # no completion sees them
+        for parts, found in zip(texts, cold, strict=True):
+            assert pictures.lacks(found, *parts) <= CLOSE
+            assert asked(engine, pictures, *parts).result().token_ids == found
+        assert encoded(engine) == 4
+        assert_at_rest(engine)
+    with engine_of(pictures, tmp_path / "m", monkeypatch, **how) as engine:
+        found = asked(engine, pictures, *texts[0], n=2).result()
+        assert ids_of(found) == [cold[0]] * 2
+        assert found.usage.cached_tokens > len(before)
+        assert encoded(engine) == 1
 
 
 def test_sampled_outputs_and_forks_behind_an_image_are_the_same_from_memory(
@@ -313,12 +345,13 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_own_forward(
         assert_at_rest(engine)
 
 
+@pytest.mark.parametrize("model_type", ["llava", "mllama"])
 @pytest.mark.parametrize("how", ["alone", "beside others", "drafts"])
 def test_a_text_that_is_shifted_behind_an_image_is_the_same(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From memory, with others, and with drafts."""
-    pictures = pictures_of("llava")
+    pictures = pictures_of(model_type)
     parts = [BEFORE, pictures.one, AFTER]
     context = len(pictures.ids(parts)) + 16
     shifting: dict[str, Any] = {"max_tokens": 40, "shift": True, "num_keep": -1}

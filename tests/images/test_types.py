@@ -11,7 +11,10 @@ from kvcellar.images.image import ImageInput
 from tests.images.packages import PACKAGES, environment
 from tests.images.seeing import Pictures, engine_of, images_in, pictures_of, submitted
 
-QUICK = ("llava", "gemma3", "git", "qwen2_vl", "qwen3_vl", "lfm3_vl", "idefics3", "kosmos-2", "mistral3", "vipllava")
+QUICK = (
+    "llava", "gemma3", "git", "qwen2_vl", "qwen3_vl", "lfm3_vl", "idefics3", "kosmos-2", "mistral3", "vipllava",
+    "mllama", "idefics",
+)  # fmt: skip
 SLOW = (
     "aria", "aya_vision", "chameleon", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
     "deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fuyu", "gemma4",

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,8 +17,17 @@ import torch
 import transformers
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.image_utils import SizeDict
 from transformers.models.auto import image_processing_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.idefics.processing_idefics import (
+    image_attention_mask_for_packed_input_ids_pt,
+    incremental_to_binary_attention_mask,
+)
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 from kvcellar.engine.models.input_limits import PLACEHOLDERS
 from kvcellar.images.image import ImageArray, ImageInput
@@ -30,6 +40,7 @@ TYPES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 CONTEXT = 16384
 PLACEHOLDER = 99  # first of the ids that special tokens get
 START, END = 60, 59  # around an image, for configs that name such a token
+CROSSED = {"cross_attention_mask", "image_attention_mask"}  # arguments of networks with cross-attention
 _IMAGES = tuple(one for one in PLACEHOLDERS if "video" not in one)
 _MAPPED: Mapping[str, Any] = vars(image_processing_auto)["IMAGE_PROCESSOR_MAPPING_NAMES"]
 
@@ -180,6 +191,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "granite_docling": _sizes(64, 16),
     "hunyuan_vl": {"text_config": {"rope_parameters": _rope(2, 2, 2, 2)}},
+    # Its config names no placeholder: a model needs this line in its config.json, and the id of its tokenizer.
+    "idefics": _sizes(56, 14) | {"image_token_id": PLACEHOLDER, "cross_layer_interval": 2},
     "instructblipvideo": {"video_token_index": PLACEHOLDER},
     "idefics3": _sizes(56, 14) | {"scale_factor": 2},
     "kosmos-2": {"latent_query_num": 8, "text_config": KOSMOS} | _sizes(56, 14),
@@ -193,6 +206,16 @@ OWN: dict[str, dict[str, Any]] = {
     "minicpmv4_6": {"insert_layer_id": 0},
     "minicpmv4_7": {"insert_layer_id": 0},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": 64}},
+    "mllama": {
+        "text_config": {"cross_attention_layers": [1, 3]},
+        "vision_config": {
+            "image_size": 56,
+            "patch_size": 14,
+            "attention_heads": 4,
+            "intermediate_layers_indices": [0, 1],
+            "vision_output_dim": 192,
+        },
+    },
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {"out_hidden_size": 256, "audio_config": {"num_hidden_layers": 4}},
     "nemotron_h_omni": {
@@ -320,6 +343,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {  # settings of image processors that a
     "fuyu": {"size": {"height": 60, "width": 90}},
     "gemma4": {"max_soft_tokens": 70},
     "granite_docling": {"max_patches": 4},
+    "mllama": {"size": SizeDict(height=56, width=56)},
     "kosmos-2.5": {"max_patches": 32},
 }
 
@@ -379,6 +403,8 @@ def drawn(seed: int, height: int = 120, width: int = 200) -> Image.Image:
 def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> ImageInput:
     """What its processor makes of an image, with as many rows as its features have."""
     made = processor(images=[image], return_tensors="pt")
+    if isinstance(made, torch.Tensor):
+        made = {"pixel_values": made[None]}
     if "images" in made:  # which its processor cuts into patches
         patches = torch.as_tensor(processor.patchify_image(np.asarray(made["images"][0][0])))
         made = {"pixel_values": patches.flatten(0, -2)}
@@ -390,7 +416,7 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
     tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
     tensors |= {name: torch.tensor([ids]) for name, ids in QUESTION.items() if name in accepted}
     arrays = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
-    rows = getattr(model.config, "latent_query_num", None)
+    rows = 1 if accepted.keys() & CROSSED else getattr(model.config, "latent_query_num", None)
     if rows is None and model.config.model_type in IN_FRONT:
         with torch.inference_mode():
             rows = model(input_ids=torch.tensor([[5]]), pixel_values=arrays["pixel_values"]).logits.shape[1] - 1
@@ -428,6 +454,30 @@ def _features_of(model: Any) -> Any:
     return None
 
 
+def seen_by(model: PreTrainedModel, ids: list[int], inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Which images each token sees by cross-attention, by the functions of the type's processor. For a text alone, some
+    processors have an image that no token sees."""
+    accepted = inspect.signature(model.forward).parameters
+    if "image_attention_mask" in accepted and not inputs:
+        size: Any = model.config.vision_config.image_size
+        return {
+            "pixel_values": torch.zeros(1, 1, 3, size, size, dtype=model.dtype),
+            "image_attention_mask": torch.zeros(1, len(ids), 1, dtype=torch.bool),
+        }
+    if not accepted.keys() & CROSSED or not inputs:
+        return {}
+    if "image_attention_mask" in accepted:
+        tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda _: PLACEHOLDER, eos_token_id=-1)
+        seen, _ = image_attention_mask_for_packed_input_ids_pt(torch.tensor([ids]), tokenizer)
+        count = inputs["pixel_values"].shape[1]
+        return {"image_attention_mask": incremental_to_binary_attention_mask(seen, "pt", num_classes=count)}
+    tiles = inputs["aspect_ratio_mask"].flatten(0, 1)
+    made = convert_sparse_cross_attention_mask_to_dense(
+        [get_cross_attention_token_mask(ids, PLACEHOLDER)], [tiles.sum(-1).tolist()], tiles.shape[-1], len(ids)
+    )
+    return {"cross_attention_mask": torch.tensor(made)}
+
+
 def _rows(made: Any) -> int:
     found = getattr(made, "pooler_output", made)
     found = made.last_hidden_state if found is None else found
@@ -435,11 +485,12 @@ def _rows(made: Any) -> int:
     return sum(one.numel() // one.shape[-1] for one in (found if isinstance(found, list | tuple) else [found]))
 
 
-def inputs_of(images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
-    """As the network's own forward gets them."""
+def inputs_of(images: Sequence[ImageInput], axis: int = 0) -> dict[str, torch.Tensor]:
+    """As the network's own forward gets them, with those of several images along `axis`."""
     names = [one.name for one in images[0].arrays] if images else []
     several = {name: [torch.tensor(one.arrays[at].array()) for one in images] for at, name in enumerate(names)}
     in_a_row = "target_sizes" in several  # all patches of all images are one row
     return {
-        name: torch.cat(each, -1 if in_a_row and each[0].is_floating_point() else 0) for name, each in several.items()
+        name: torch.cat(each, -1 if in_a_row and each[0].is_floating_point() else axis)
+        for name, each in several.items()
     }

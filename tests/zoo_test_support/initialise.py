@@ -54,5 +54,5 @@ def _vector(name: str, weight: Tensor, noise: Tensor) -> Tensor:
         return 1 + noise
     if weight.numel() > 1 and weight.std() > 0.1:
         return weight
-    start = 1.0 if "scale" in name or name == "temp" else weight.mean()
+    start = 1.0 if "scale" in name or "cross_attn" in name or name == "temp" else weight.mean()  # gates, too
     return start + 0.1 * noise

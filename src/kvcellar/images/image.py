@@ -8,6 +8,7 @@ Always true: row ids have 63 bits, the highest of which is set: they are above e
 differ, for the other 62 are of a hash of the image's digest.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import shake_128
 from typing import Any
@@ -70,6 +71,16 @@ class ProcessedImage(Struct, frozen=True, array_like=True):
     height: int
     token: str = ""  # what chat templates write for an image, in whose place `text` is
     thumbnail: bytes = b""  # a JPEG to show it to people (`decoding.thumbnail`)
+
+
+def seen_from(places: Sequence[int], pos: int) -> range:
+    """By number, the images that a token at `pos` sees by cross-attention, where each image is one token, at `places`:
+    the last one up to there, and those that stand right in front of it."""
+    end = bisect_right(places, pos)
+    first = max(0, end - 1)
+    while first > 0 and places[first - 1] == places[first] - 1:
+        first -= 1
+    return range(first, end)
 
 
 def is_row(token: int) -> bool:

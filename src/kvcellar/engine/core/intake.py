@@ -39,13 +39,15 @@ SCORE_BYTES = 144  # of a token id with its log-probability
 class ImageRules:
     """What images a model takes. `why_not`: why none; "": it takes some. `ahead`: tokens of an image see each other
     both ways, so that one step has all of them, `step_tokens` at most. `in_front`: there is one, before all text.
-    `whole`: all tokens of a prompt see each other, which has at most so many; 0: they do not."""
+    `whole`: all tokens of a prompt see each other, which has at most so many; 0: they do not. `crossed`: tokens see
+    images by cross-attention."""
 
     why_not: str = ""
     ahead: bool = False
     in_front: bool = False
     step_tokens: int = 0
     whole: int = 0
+    crossed: bool = False
 
     def of(self, submission: Submission) -> PromptImages | None:
         """The images of a submission. Raises `BadRequest`."""
@@ -56,7 +58,9 @@ class ImageRules:
             raise BadRequest(self.why_not, "messages")
         if self.whole:
             self._check_whole(len(prompt), submission)
-        images = PromptImages(prompt, submission.images, ahead=self.ahead, whole_prompt=bool(self.whole))
+        images = PromptImages(
+            prompt, submission.images, ahead=self.ahead, whole_prompt=bool(self.whole), crossed=self.crossed
+        )
         if self.in_front and (images.spans[-1].start or images.count == len(prompt)):
             raise BadRequest("this model takes one image, in front of a text", "messages")
         if self.ahead and (longest := max(map(len, images.spans))) > self.step_tokens:

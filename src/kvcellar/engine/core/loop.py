@@ -450,7 +450,7 @@ class Loop:
         self.manager.drafting.check()
         self.last.check()
         if self.manager.seeing is not None:
-            self.manager.seeing.check()
+            self.manager.seeing.check(self.scheduler.running)
         self._failures.check()
 
     def _remove_if_done(self, request: Request) -> None:
@@ -459,7 +459,7 @@ class Loop:
                 self.last.add(request)
             self.manager.drafting.conclude(request.number)
             if self.manager.seeing is not None and request.images is not None:
-                self.manager.seeing.forget(request.images)
+                self.manager.seeing.forget(request.images, self.scheduler.running)
             request.completions = []  # they refer to it: what both hold is freed now, not by a collection of cycles
 
     def _free(self, completion: Completion) -> None:

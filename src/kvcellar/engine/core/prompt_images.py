@@ -9,18 +9,25 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from kvcellar.errors import BadRequest
-from kvcellar.images.image import ImageInput, is_row
+from kvcellar.images.image import ImageInput, is_row, seen_from
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.spans import Span, around, deepest
 
 
 class PromptImages:
     def __init__(
-        self, prompt: Sequence[int], images: Sequence[ImageInput], *, ahead: bool, whole_prompt: bool = False
+        self,
+        prompt: Sequence[int],
+        images: Sequence[ImageInput],
+        *,
+        ahead: bool,
+        whole_prompt: bool = False,
+        crossed: bool = False,
     ) -> None:
-        """`ahead`: the tokens of an image see each other both ways, `whole_prompt`: all tokens of the prompt do. Raises
-        `BadRequest` if the rows of the prompt are not those of the images."""
-        self.inputs = tuple(images)
+        """`ahead`: the tokens of an image see each other both ways, `whole_prompt`: all tokens of the prompt do.
+        `crossed`: images are one token each, and others see them by cross-attention. Raises `BadRequest` if the rows of
+        the prompt are not those of the images."""
+        self.inputs, self.crossed = tuple(images), crossed
         self.digest = blake2b(key_of(prompt), digest_size=16).hexdigest() if whole_prompt else ""  # of what sees ahead
         self.rows = {row: (index, at) for index, one in enumerate(images) for at, row in enumerate(one.row_ids())}
         self._places = places = [at for at, token in enumerate(prompt) if is_row(token)]
@@ -58,14 +65,25 @@ class PromptImages:
             names = [f"image {number + 1} of the prompt" for number in range(len(self.spans))]
         return [(span.start, name) for span, name in zip(self.spans, names, strict=True)]
 
+    def seen(self, pos: int) -> range:
+        """The images that a token at `pos` sees by cross-attention (`seen_from`), if its network does that."""
+        return seen_from(self._places, pos) if self.crossed else range(0)
+
+    def needed(self, pos: int) -> range:
+        """The images of which features are needed to compute what is at `pos` and behind it."""
+        seen, after = self.seen(pos), self.after(pos)
+        return range(seen.start if seen else after.start, after.stop)
+
     def after(self, pos: int) -> range:
         """The images of which tokens at `pos` or behind it are."""
         return range(bisect_right(self._ends, pos), len(self.spans))
 
     def together(self, pos: int) -> range:
-        """Of these, as many as the step has to have that comes to the first one."""
-        left = self.after(pos)
-        return left if self.digest else left[:1]
+        """Of those that are needed, as many as the step has to have that comes to the first one."""
+        needed = self.needed(pos)
+        if self.digest:
+            return needed
+        return range(needed.start, min(needed.stop, max(needed.start + 1, self.seen(pos).stop)))
 
     def begins(self, index: int) -> int:
         """Where a step begins, at the latest, that has rows of this image."""

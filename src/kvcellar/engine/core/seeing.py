@@ -3,9 +3,14 @@
 An image is encoded once, in slices between steps, when a completion comes to its rows; what memory has of it needs no
 features. They are kept by the digest of the image, for other places and requests, as many as `most` bytes.
 
+By cross-attention, all tokens behind an image see it, up to the next one. Its features are kept as long as a completion
+runs that sees it; one that resumes behind an image whose features are gone encodes it again.
+
 Always true:
   * `bytes` are those of all features that are kept: less than `most`, beside one image, before each that is encoded
-    ahead of need; beyond that there is one image for each running prompt that comes to it next;
+    ahead of need; beyond that there is one image for each running prompt that comes to it next, or by cross-attention,
+    those that the first running completion with images sees or comes to next;
+  * features that a completion in decode sees are kept;
   * at most one image is being encoded, whose features are not kept; none while the engine rests;
   * the features of an image do not depend on the text around it: the self-test has shown that for this model.
 """
@@ -41,7 +46,7 @@ class Seeing:
         """The most tokens, up to `end`, that may be in memory after the next step: those behind it begin with an image
         that is not encoded."""
         images = completion.request.images
-        for index in images.after(completion.computed) if images is not None else ():
+        for index in images.needed(completion.computed) if images is not None else ():
             assert images is not None
             if images.inputs[index].digest not in self._features:
                 return min(end, max(completion.computed, images.begins(index)))
@@ -49,13 +54,17 @@ class Seeing:
 
     def missing(self, running: Iterable[Completion]) -> tuple[Completion, int] | None:
         """The image that is needed first, and is not encoded, and whose prompt that is; one that was begun goes first.
-        What a prompt does not come to next waits while as many features are kept as are allowed."""
+        What a prompt does not come to next waits while as many features are kept as are allowed; where these are kept
+        for completions that see them, so do all prompts but the first."""
         first: tuple[Completion, int] | None = None
-        for completion in running:
-            images = completion.request.images
-            if images is not None and completion.status is Status.PREFILL:
-                at = completion.computed
-                for index in images.after(at) if self.bytes < self.most else images.together(at):
+        with_images = (one for one in running if one.request.images is not None)
+        for number, completion in enumerate(with_images):
+            images, full = completion.request.images, self.bytes >= self.most
+            assert images is not None
+            if full and images.crossed and number > 0:
+                break
+            if completion.status is Status.PREFILL:
+                for index in (images.together if full else images.needed)(completion.computed):
                     digest = images.inputs[index].digest
                     if self._begun is not None and self._begun[0] == digest:
                         return completion, index
@@ -82,7 +91,7 @@ class Seeing:
             self._features[image.digest] = made
             self.bytes += made.bytes
             self.encoded += 1
-            self._evict(running)
+            self.evict(running)
 
     def _encoding(self, prompt: Sequence[int], image: ImageInput, span: Span) -> Sliced[Features]:
         ids = self._ids(prompt[span.start : span.end])
@@ -94,12 +103,15 @@ class Seeing:
             self._begun[1].end()
             self._begun = None
 
-    def _evict(self, running: Sequence[Completion]) -> None:
+    def evict(self, running: Sequence[Completion]) -> None:
+        """Free features that are not needed, down to as many as are allowed."""
+        if self.bytes <= self.most:
+            return
         needed = {
             one.request.images.inputs[index].digest
             for one in running
-            if one.request.images is not None and one.status is Status.PREFILL
-            for index in one.request.images.after(one.computed)
+            if one.request.images is not None
+            for index in one.request.images.needed(one.computed)
         }
         for digest in [one for one in self._features if one not in needed]:
             if self.bytes <= self.most:
@@ -129,7 +141,7 @@ class Seeing:
         """The ids [T] of a step as the network gets them, and what it has of images."""
         if all(one.completion.request.images is None for one in scheduled):
             return ids, None
-        rows = self._rows(scheduled, ids)
+        rows = self._rows(scheduled, ids) if self.vision.sees is None else self._seen(scheduled)
         given = StepImages(self._placed(scheduled, rows), rows, self._before(scheduled))
         return (self._ids(ids) if rows is not None else ids), given
 
@@ -142,6 +154,20 @@ class Seeing:
                         index, row = images.rows[ids[place]]
                         parts.append((place, self._used(images.inputs[index]), row))
         return ImageRows.of(parts, self._device)
+
+    def _seen(self, scheduled: Sequence[Scheduled]) -> ImageRows | None:
+        """Rows that see the same images attend to them together, whichever completions they are of."""
+        parts: dict[tuple[bytes, ...], tuple[list[int], list[Features]]] = {}
+        for completion, start, end in _spread(scheduled):
+            if (images := completion.request.images) is not None:
+                for place in range(start, end):
+                    seen = [images.inputs[index] for index in images.seen(completion.computed + place - start)]
+                    if seen:
+                        key = tuple(one.digest for one in seen)
+                        if key not in parts:
+                            parts[key] = [], [self._used(one) for one in seen]
+                        parts[key][0].append(place)
+        return ImageRows.seeing(list(parts.values()), self._device)
 
     def _used(self, image: ImageInput) -> Features:
         found = self._features[image.digest]
@@ -187,12 +213,16 @@ class Seeing:
             self._positions[images] = found, int(found.max()) + 1
         return self._positions[images]
 
-    def forget(self, images: PromptImages) -> None:
+    def forget(self, images: PromptImages, running: Sequence[Completion]) -> None:
         """Its request is over."""
         self._positions.pop(images, None)
+        self.evict(running)
 
-    def check(self) -> None:
+    def check(self, running: Sequence[Completion]) -> None:
         """Assert what is always true."""
+        for one in running:
+            if (images := one.request.images) is not None and one.status is Status.DECODE:
+                assert all(images.inputs[index].digest in self._features for index in images.seen(one.computed))
         assert self.bytes == sum(one.bytes for one in self._features.values())
         assert self._begun is None or self._begun[0] not in self._features
 

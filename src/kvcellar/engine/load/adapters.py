@@ -72,8 +72,8 @@ class Adapters:
             if (vision := self._guest.vision) is not None and (towers := vision.of_towers(adapter.loras)):
                 raise AdapterRefused(
                     name,
-                    f"it changes {first_few(towers)}, in front of the language model, and images have the same "
-                    f"features for all requests. Let target_modules select layers of the language model only",
+                    f"it changes {first_few(towers)}, which make features of images, and these are the same for all "
+                    f"requests. Let target_modules select layers that text alone goes through",
                 )
             try:
                 number = self._install(adapter, run)

@@ -64,11 +64,12 @@ class Needs:
         return cells + 4 * self.bytes_per_row
 
 
-def image_bytes(settings: Settings, device: torch.device) -> int:
-    """Most bytes of the features of images. Raises `BadRequest`."""
+def image_bytes(settings: Settings, device: torch.device, *, crossed: bool) -> int:
+    """Most bytes of the features of images, with keys and values where layers attend to them (`crossed`). Raises
+    `BadRequest`."""
     budget, because = _budget(settings, device.type, _free(device))
     if settings.image_bytes is None:
-        return min(budget // 8, MOST_IMAGES)
+        return budget // 8 if crossed else min(budget // 8, MOST_IMAGES)
     if settings.image_bytes >= budget:
         raise BadRequest(f"image_bytes is {settings.image_bytes} of the {budget} bytes of {because}", "image_bytes")
     return settings.image_bytes

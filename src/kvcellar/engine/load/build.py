@@ -207,7 +207,8 @@ def _assembled(
     deepest = drafts.deepest if drafts is not None else 0
     steps = {"context": context, "step_tokens": step_tokens, "deepest": deepest}
     needs = Needs.of(guest, context, scratch(guest, measures=measures, **steps), shifts=True)
-    images = image_bytes(settings, guest.device) if guest.vision is not None else 0
+    crossed = guest.vision is not None and guest.vision.sees is not None
+    images = image_bytes(settings, guest.device, crossed=crossed) if guest.vision is not None else 0
     capacity, own = divided(needs, drafts.needs if drafts is not None else None, settings, guest.device, images)
     measures.keep()
     if not isinstance(base, Restart) and guest.not_seeing == TEXT_ONLY:  # others need their network to see, or say why
@@ -336,7 +337,8 @@ def _image_rules(guest: Guest, loaded: Described, step_tokens: int) -> ImageRule
     whole = 0
     if guest.whole:  # no prompt is longer than a window, beyond which tokens may see each other or not
         whole = min(group.layout.most_cells(step_tokens, 0) for group in guest.shape.groups)
-    return ImageRules(ahead=guest.ahead, in_front=guest.vision.in_front, step_tokens=step_tokens, whole=whole)
+    vision, how = guest.vision, {"ahead": guest.ahead, "step_tokens": step_tokens, "whole": whole}
+    return ImageRules(in_front=vision.in_front, crossed=vision.sees is not None, **how)
 
 
 def _scored(capacity: Capacity, intake: Intake) -> int:

@@ -1,6 +1,9 @@
 """open_vision: whether a model takes images: its network is compared with its own forward over a text with two."""
 
+from dataclasses import replace
+
 import torch
+from torch import nn
 
 from kvcellar.engine.models.build_guest import reason_of
 from kvcellar.engine.models.guest import MODEL_ERRORS, Guest
@@ -31,7 +34,8 @@ def open_vision(guest: Guest, loaded: Loaded) -> None:
     report("testing images")
     try:
         with silence_transformers():
-            guest.not_seeing = _refused(guest, vision, *sample_of(loaded.path, vision.placeholder))
+            guest.not_seeing, crossing = _tested(guest, vision, *sample_of(loaded.path, vision.placeholder))
+            vision = replace(vision, crossing=crossing)
     except MODEL_ERRORS as error:
         guest.not_seeing = reason_of(error)
     finally:
@@ -41,11 +45,13 @@ def open_vision(guest: Guest, loaded: Loaded) -> None:
         guest.vision = vision
 
 
-def _refused(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput) -> str:
-    """Why its logits with images are not those of its own forward; "": they are."""
+def _tested(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput) -> tuple[str, frozenset[nn.Module]]:
+    """Why its logits with images are not those of its own forward ("": they are), and what attends to images."""
     places = [at for at, token in enumerate(tokens) if token == vision.placeholder]
     if len(places) != image.rows or not places:
-        return f"its processor writes {len(places)} placeholders for an image of {image.rows} rows"
+        return f"its processor writes {len(places)} placeholders for an image of {image.rows} rows", frozenset()
+    if vision.sees is not None and image.rows > 1:
+        return f"an image is {image.rows} tokens, and its layers attend to images beside these", frozenset()
     inputs = {one.name: torch.tensor(one.array(), device=guest.device) for one in image.arrays}
     inputs = {name: one.to(guest.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
     ids = tokens[places[0] : places[-1] + 1]
@@ -61,4 +67,5 @@ def _refused(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput)
         verdict = image_test(guest, vision, tokens, inputs, features)
     finally:
         guest.vision = None
-    return "" if verdict.passed else f"with images, {verdict}"
+    crossing = frozenset() if features.crossed is None else frozenset(features.crossed.kv)
+    return "" if verdict.passed else f"with images, {verdict}", crossing

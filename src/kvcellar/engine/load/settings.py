@@ -78,7 +78,8 @@ class Settings:
     text_bytes: int | None = None  # CPU memory for texts, half for tokenizing, half for prompts; None: by context
     # CPU memory for the texts and tokens of chats, whose replies keep their tokens in later turns; 0: they do not
     replay_bytes: int = 32 * 2**20
-    # bytes of `cache_bytes` for what is made of images, for models that take some; None: an eighth, 256 MiB at most
+    # bytes of `cache_bytes` for what is made of images, for models that take some; None: an eighth, and 256 MiB at most
+    # unless layers attend to images by cross-attention
     image_bytes: int | None = None
     # hosts that images in messages may be fetched from, as `host` or `host:port`; none: nothing is fetched
     image_hosts: tuple[str, ...] = ()

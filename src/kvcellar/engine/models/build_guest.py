@@ -14,6 +14,7 @@ from math import isfinite
 import torch
 from transformers import PreTrainedModel
 
+from kvcellar.engine.models.crossing import with_no_image
 from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Verdict, backends_for
 from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import context_of
@@ -48,6 +49,7 @@ def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
         "solo": lambda: _solo(model, backends, refused["flat"]),
     }
     model.eval()
+    with_no_image(model)
     with silence_transformers():
         try:
             reference = _reference(model)

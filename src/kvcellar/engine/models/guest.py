@@ -192,6 +192,9 @@ class Guest:
         """The door of a flat step, ids [T], and the positions that the network gets, [T] or [axes,T]."""
         tokens, positions = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
         door = FlatDoor(memory, plan, self.past_length(positions), self.shape.bindings, self._scorings)
+        rows = images.rows if images is not None else None
+        if self.shape.crossing or (rows is not None and rows.seen):
+            door.seen = rows.seen if rows is not None else ()
         self._adapt(door, plan, lambda: door.mixing.view, head)
         return door, tokens, self._placed(positions, images)
 
@@ -209,14 +212,15 @@ class Guest:
         want: Tensor | None,
         head: Ints | None,
         images: StepImages | None,
+        seeing: bool = False,
     ) -> Tensor:
         """Logits of the rows in `want`, or of all that the output head computes. `head` are the rows that it reads, if
-        not all."""
+        not all. `seeing`: the network has the features of the rows."""
         self._check(plan)
-        if images is not None and images.rows is not None:
+        if images is not None and images.rows is not None and not seeing:
             assert self.vision is not None
             with self.vision.seeing(images.rows, opening=self.ahead and self.mode == "solo"):
-                return self._forward(memory, plan, ids, want, head, images._replace(rows=None))
+                return self._forward(memory, plan, ids, want, head, images, seeing=True)
         if self.mode == "flat":
             return self.run(*self._flat(memory, plan, ids, head, images), want)
         rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)

@@ -143,8 +143,7 @@ def our_attention(model: PreTrainedModel) -> None:
 def _select(model: PreTrainedModel, name: str) -> None:
     """Of the language model: towers keep theirs."""
     config = model.config
-    text = config.get_text_config(decoder=True)
-    model.set_attn_implementation(name if text is config else {"": name, **_of_text(config, text, name)})
+    model.set_attn_implementation({"": name, **_of_text(config, config.get_text_config(decoder=True), name)})
 
 
 def _of_text(config: Any, text: Any, name: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ Always true: between two forwards nothing is stored here; layers of a model's ow
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.engine.models.adapters.adapter_rows import AdapterRows
+from kvcellar.engine.models.crossing import Seen, attend_images
 from kvcellar.engine.models.mixers import Forward, Mixing, StateView
 from kvcellar.engine.models.weights.scan import Call
 from kvcellar.errors import ModelRefused
@@ -186,6 +187,7 @@ class Door(ABC):
     """Handles the model's calls during one forward. A call that a door does not override is refused."""
 
     adapted: AdapterRows | None = None  # which rows have an adapter; None: none
+    seen: Sequence[Seen] | None = None  # the images that rows see by cross-attention; None: no module does that
 
     @abstractmethod
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -340,6 +342,8 @@ class FlatDoor(StepDoor):
         (self._layers.get(layer) or self.history(layer)).put({"k": k, "v": v})
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        if self.seen is not None and layer not in self._layers:
+            return k, v  # of a state that is not read
         self.put(k, v, layer)
         if layer not in self._expanded:
             return (
@@ -350,6 +354,8 @@ class FlatDoor(StepDoor):
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
         binding, known = self._bindings.get(module), self._scorings.get(module)
+        if binding is None and self.seen is not None:
+            return attend_images(self.seen, module, q, v.shape[3], scoring_of(q, extras))
         if binding is None:
             raise ModelRefused(f"{type(module).__name__} attends, and did not when the model was probed")
         if (

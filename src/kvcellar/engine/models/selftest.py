@@ -106,7 +106,11 @@ def image_test(
     for number, (start, end) in enumerate(pairwise(cuts)):
         beside = [Feed(1, Span(4 * number, 4 * number + 4))] if guest.mode == "flat" else []
         parts = [(place - start, features, places.index(place) % half) for place in places if start <= place < end]
-        rows = ImageRows.of(parts, device)
+        seeing = range(max(0, places[0] - start), end - start)
+        if vision.sees is None:
+            rows = ImageRows.of(parts, device)
+        else:
+            rows = ImageRows.seeing([(seeing, [features])] if seeing else [], device)
         positions = None
         if placed is not None:
             positions = placed[:, start:end] if rows is not None else placed[0, start:end]

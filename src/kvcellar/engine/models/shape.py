@@ -180,6 +180,7 @@ class ProbeDoor(StoreProbe):
     def __init__(self, context: int, past: int | Tensor = 0) -> None:
         super().__init__(past)
         self.reads: dict[nn.Module, Read] = {}
+        self.crossing: set[nn.Module] = set()  # attend to an image that no token sees (`with_no_image`)
         self._context = context
         self._masks: list[tuple[Tensor, Rule, int | None]] = []
         self._layouts: dict[int, Layout] = {}  # by index of their mask
@@ -187,6 +188,9 @@ class ProbeDoor(StoreProbe):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
         if module in self.reads:
             raise ModelRefused(f"{type(module).__name__} attends twice in one forward")
+        if k.shape[2] == 1 < q.shape[2]:
+            self.crossing.add(module)
+            return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
         binding, layout = self._binding(module, k, v), self._layout(module, mask)
         self.reads[module] = Read(
             q, binding, layout, q.shape[1], k.shape[1], q.shape[3], v.shape[3], scoring_of(q, extras)
@@ -283,6 +287,7 @@ class Shape:
     bindings: Mapping[nn.Module, Binding]
     recurrent: Recurrent | None = None
     mixers: tuple[nn.Module, ...] = ()  # the modules that keep a state
+    crossing: frozenset[nn.Module] = frozenset()  # the modules that attend to images in every forward
 
     def storing(self, stored: StoredAs) -> "Shape":
         """The same shape, with its planes stored as `stored`."""
@@ -321,7 +326,7 @@ def shape_of(door: ProbeDoor, *, dtype: str, device: str) -> Shape:
         groups.append(Group(name, layout, planes, tuple(sorted(layers))))
         specs[name] = AttentionSpec(*heads, dtype=dtype, device=device, softcap=softcap, sinks=sinks)
     bindings = {module: read.binding for module, read in door.reads.items()}
-    return Shape(tuple(groups), specs, bindings, door.recurrent, tuple(door.mixers))
+    return Shape(tuple(groups), specs, bindings, door.recurrent, tuple(door.mixers), frozenset(door.crossing))
 
 
 def _read_by_layer(door: ProbeDoor) -> dict[int, Read]:

@@ -9,6 +9,9 @@ What decoders get beside embeddings, where an image is in the text: features for
 image rows, and positions of several axes (temporal, height, width), which the network's `get_rope_index` computes from
 ids and grids. Masks of attention are not passed: what sees both ways is said to memory (`Batch.look_ahead`).
 
+Other decoders have layers that attend to images (`crossing`): an image is one token, which keeps its embedding, and its
+forward runs to the end, through modules of attention that have the keys and values of the image.
+
 An image is encoded in slices (`Sliced`), between which steps run the same network: the forward may stop before each
 member of each list of modules of its towers. What it has set for itself, its door and modes of torch, is its thread's.
 
@@ -25,10 +28,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvcellar.engine.models.crossing import SEES, Crossed, Seen
 from kvcellar.engine.models.input_limits import IMAGE_MASK, embedding_rows, placeholder_of
-from kvcellar.engine.models.seam import Door, Extras, opened, scoring_of
+from kvcellar.engine.models.seam import Door, Extras, current_door, opened, scoring_of
 from kvcellar.engine.models.sliced import Sliced
 from kvcellar.errors import ModelRefused
+from kvcellar.images.image import seen_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,36 +54,47 @@ Layers = Sequence[Tensor] | Mapping[int, Tensor]  # of the first layers, in orde
 
 
 class Mask(NamedTuple):
-    """The argument that says which rows are of images [1,T,*more]."""
+    """The argument that says which rows are of images, or see some [*before,T,*more], where `before` are ones."""
 
     name: str
+    before: torch.Size
     more: torch.Size
     dtype: torch.dtype
+
+    def of(self, rows: Tensor, count: int) -> Tensor:
+        """That of `count` rows."""
+        made = torch.zeros(*self.before, count, *self.more, dtype=self.dtype, device=rows.device)
+        made.view(count, -1)[rows] = 1
+        return made
 
 
 class Features(NamedTuple):
     """Of one image: what replaces embeddings [n,D], and by the names of the decoder's arguments what early layers get,
-    [n,D] for each. `ahead`: its tokens see each other both ways, `in_windows`: not on layers with full attention."""
+    [n,D] for each. `ahead`: its tokens see each other both ways, `in_windows`: not on layers with full attention.
+    `crossed`: what layers attend to; None: they attend to rows only."""
 
     rows: Tensor
     layers: Mapping[str, Layers]
     mask: Mask | None
     ahead: bool
     in_windows: bool = False
+    crossed: Crossed | None = None
 
     @property
     def bytes(self) -> int:
         several = [one if isinstance(one, Mapping) else dict(enumerate(one)) for one in self.layers.values()]
-        return self.rows.nbytes + sum(one.nbytes for each in several for one in each.values())
+        crossed = self.crossed.bytes if self.crossed is not None else 0
+        return self.rows.nbytes + sum(one.nbytes for each in several for one in each.values()) + crossed
 
 
 class ImageRows(NamedTuple):
-    """Of one step: the rows that are of images, in order, and what they get (see `Features`)."""
+    """Of one step: the rows that are of images, or see some, in order, and what they get (see `Features`)."""
 
     rows: Tensor  # [k]
-    features: Tensor  # [k,D]
+    features: Tensor | None  # [k,D]; None: they keep the embeddings of their tokens
     layers: Mapping[str, Layers]
     mask: Mask | None
+    seen: Sequence[Seen] = ()
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, Features, int]], device: torch.device) -> "ImageRows | None":
@@ -94,6 +110,19 @@ class ImageRows(NamedTuple):
         features = torch.stack([one.rows[row] for _, one, row in parts])
         return cls(torch.tensor([place for place, _, _ in parts], device=device), features, layers, first.mask)
 
+    @classmethod
+    def seeing(
+        cls, parts: Sequence[tuple[Sequence[int], Sequence[Features]]], device: torch.device
+    ) -> "ImageRows | None":
+        """Of rows of a step that see the same images by cross-attention, and these; None: there are none."""
+        seen = [
+            Seen(torch.tensor(rows, device=device), [one.crossed for one in images if one.crossed is not None])
+            for rows, images in parts
+        ]
+        if not seen:
+            return None
+        return cls(torch.cat([rows for rows, _ in seen]), None, {}, parts[0][1][0].mask, seen)
+
 
 class StepImages(NamedTuple):
     """What a step has beside its ids, where sequences have images: the positions of its rows [T], or of several axes
@@ -107,19 +136,30 @@ class StepImages(NamedTuple):
 
 class _TowerDoor(Door):
     """Open while features are made. Towers have their own attention, and the decoder is not run; its masks say whether
-    the first token sees the last one: in all of them, or in some."""
+    the first token sees the last one: in all of them, or in some. Unless `crosses`: then the decoder is run, and `kv`
+    are what it attends to beside its rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, crosses: bool = False) -> None:
         self.ahead = self.causal = False
+        self.crosses = crosses
+        self.arguments: dict[str, Any] | None = None  # that the decoder got
+        self.kv: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         raise ModelRefused("its towers store keys and values")
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
-        """Of what is in front of the decoder, and has the config of its attention."""
-        if mask is not None:
-            raise ModelRefused("its towers have masks of the decoder's attention")
-        return nn.functional.scaled_dot_product_attention(q, k, v, scale=scoring_of(q, extras).scale).transpose(1, 2)
+        """Of what is in front of the decoder, and has the config of its attention; or of the decoder (`crosses`)."""
+        if not self.crosses:
+            if mask is not None:
+                raise ModelRefused("its towers have masks of the decoder's attention")
+            scale = scoring_of(q, extras).scale
+            return nn.functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+        if k.shape[2] != q.shape[2]:
+            last = torch.ones(k.shape[2], device=k.device) if mask is None else mask[0, 0, -1]
+            sees = last if last.dtype == torch.bool else last >= 0  # not the tiles that it has not got
+            self.kv[module] = k[0, :, sees], v[0, :, sees]
+        return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
     def past_length(self, layer: int) -> int:
         return 0
@@ -172,7 +212,9 @@ class _AtDecoder(Exception):
 class Vision:
     """Of one network. `accepts`: the arguments of its forward. `blocks`: before each of these it may stop. `first`: the
     layer that gets features, where the decoder gets pixels itself; None: they replace embeddings. `in_front`: its own
-    forward puts them in front of the text, so that it gets no tokens for them, and counts positions behind them."""
+    forward puts them in front of the text, so that it gets no tokens for them, and counts positions behind them.
+    `sees`: the argument that says which images a token sees by cross-attention; None: it has none. `crossing`: the
+    modules that attend to images, known once it has been tested."""
 
     model: "PreTrainedModel"
     decoder: nn.Module
@@ -181,6 +223,8 @@ class Vision:
     blocks: Sequence[nn.Module]
     first: nn.Module | None = None
     in_front: bool = False
+    sees: str | None = None
+    crossing: frozenset[nn.Module] = frozenset()
 
     @property
     def axes(self) -> bool:
@@ -188,8 +232,9 @@ class Vision:
         return self.in_front or _rope_index(self.model) is not None
 
     def of_towers(self, layers: Iterable[str]) -> list[str]:
-        """Those of these layers of the network that are in front of its decoder."""
+        """Those of these layers of the network in front of its decoder, or in modules that attend to images."""
         behind = {*_behind(self.decoder), self.model.get_output_embeddings()}
+        behind -= {part for one in self.crossing for part in one.modules()}
         return [name for name in layers if self.model.get_submodule(name) not in behind]
 
     def encode(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Features:
@@ -215,9 +260,11 @@ class Vision:
 
     @torch.inference_mode()
     def _features(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Features:
-        tokens, door = torch.tensor([ids], device=self.model.device), _TowerDoor()
+        tokens, door = torch.tensor([ids], device=self.model.device), _TowerDoor(self.sees is not None)
         with opened(door):
             arguments = self._at_decoder(tokens, inputs)
+        if self.sees is not None:
+            return self._crossed(arguments, door)
         embeds, places = arguments.get("inputs_embeds"), tokens[0] == self.placeholder
         rows = None if embeds is None else embeds[0, places].clone()
         layers, mask = dict[str, Layers](), None
@@ -225,7 +272,7 @@ class Vision:
             if name in PLAIN or value is None or isinstance(value, bool | int | str):
                 continue
             if isinstance(value, Tensor) and _is_mask(value, places):
-                mask = Mask(name, value.shape[2:], value.dtype)
+                mask = Mask(name, value.shape[:1], value.shape[2:], value.dtype)
             elif (several := _by_layer(value, int(places.sum()))) is None:
                 raise ModelRefused(f"its decoder gets {name} with images, and what that is of a row is not known")
             elif rows is None and isinstance(value, Tensor) and len(value) == 1:
@@ -237,23 +284,53 @@ class Vision:
         ahead = door.ahead or (self.first is not None and not door.causal and _mask_looks_ahead(arguments.get(MASK)))
         return Features(rows, layers, mask, ahead, door.ahead and door.causal)
 
+    def _crossed(self, arguments: Mapping[str, Any], door: _TowerDoor) -> Features:
+        """Of an image that is one token."""
+        if not door.kv:
+            raise ModelRefused("it attends to images by an attention of its own")
+        given, mask = dict[str, Tensor](), None
+        for name, value in arguments.items():
+            if name in PLAIN or not isinstance(value, Tensor):
+                continue
+            if value.shape == (1, 1, 1, 1) and value.is_floating_point():
+                mask = Mask(name, value.shape[:2], value.shape[3:], value.dtype)
+            elif value.dim() == 3:
+                given[name] = value[:1, :1].clone()
+        sees = self.sees
+        if mask is None and sees is not None and sees in inspect.signature(self.decoder.forward).parameters:
+            mask = Mask(sees, torch.Size([1]), torch.Size([1]), torch.long)
+        rows = torch.empty(0, device=self.model.device)
+        return Features(rows, {}, mask, ahead=False, crossed=Crossed(door.kv, given))
+
     def logits(self, ids: Sequence[int], inputs: Mapping[str, Tensor], drawn: int | None = None) -> Tensor:
         """[T,V] of the network's own forward over a text with images. `drawn`: of a network whose prompts look ahead as
-        a whole, how many of the last tokens are behind the prompt."""
+        a whole, how many of the last tokens are behind the prompt. With cross-attention, what is in front of the first
+        image is in its cache by then: the forward of some networks lets it see all images, which a text whose beginning
+        is in memory cannot do."""
         tokens = torch.tensor([ids], device=self.model.device)
-        given = self._arguments(self.accepts, tokens, {"attention_mask": torch.ones_like(tokens), **inputs})
+        found, cached = list[Tensor](), dict[str, Any]()
+        first = ids.index(self.placeholder) if self.sees is not None and self.placeholder in ids else 0
+        if first:
+            before = self.model(input_ids=tokens[:, :first], use_cache=True)
+            found, cached = [before.logits], {"past_key_values": before.past_key_values}
+        whole = {"attention_mask": torch.ones_like(tokens), **inputs}
+        given = self._arguments(self.accepts, tokens[:, first:], whole) | cached
         if drawn is not None:
             types = (torch.arange(len(ids), device=tokens.device) >= len(ids) - drawn).long()[None]
             given |= {name: types for name in TYPES if name in given}
-        return self.model(**given, use_cache=False).logits[0].float()
+        found.append(self.model(**given, use_cache=bool(cached)).logits)
+        return torch.cat(found, 1)[0].float()
 
     def of_two(
         self, ids: Sequence[int], inputs: Mapping[str, Tensor], drawn: int | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """What the network gets for the same image twice, and its logits [T,V]. Pixels of several images are joined
-        along the first axis, or where its forward fails then, along the last one (patches in a row)."""
+        along the first axis, or where its forward fails then, along the last one (patches in a row); with
+        cross-attention, along the second one."""
         for axis in (0, -1):
             axes = {name: axis if one.is_floating_point() else 0 for name, one in inputs.items()}
+            if self.sees is not None:
+                axes = dict.fromkeys(inputs, 1)
             twice = {name: torch.cat([one, one], axes[name]) for name, one in inputs.items() if one.dim()}
             try:
                 return twice, self.logits(ids, twice, drawn)
@@ -268,7 +345,10 @@ class Vision:
             self.model(**self._arguments(self.accepts, tokens, inputs), use_cache=False)
         except _AtDecoder as found:
             return found.arguments
-        raise ModelRefused("its forward does not call its decoder")
+        door = current_door()
+        if not isinstance(door, _TowerDoor) or door.arguments is None:
+            raise ModelRefused("its forward does not call its decoder")
+        return door.arguments
 
     @contextmanager
     def _stopping(self, pause: Callable[[], None]) -> Iterator[None]:
@@ -278,10 +358,12 @@ class Vision:
         first = self.first
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = _named(module, args, kwargs)
+            given, door = _named(module, args, kwargs), current_door()
             if module is first:
                 given = {"inputs_embeds": next(iter(given.values())), MASK: given.get(MASK)}
-            raise _AtDecoder(given)
+            if not isinstance(door, _TowerDoor) or not door.crosses:
+                raise _AtDecoder(given)
+            door.arguments = given
 
         with ExitStack() as hooked:
             entry = self.decoder if first is None else first
@@ -293,15 +375,26 @@ class Vision:
     def _arguments(self, names: frozenset[str], tokens: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         types = (tokens == self.placeholder).long()
         given = {"input_ids": tokens, **dict.fromkeys(TYPES, types), **inputs}
+        if self.sees is not None and bool(types.any()):
+            given[self.sees] = self._seen(types[0], inputs.get(SEES[self.sees]))
         if self.in_front:
             given |= {"input_ids": tokens[:, types[0] == 0], MASK: None}
         return {name: value for name, value in given.items() if name in names}
+
+    def _seen(self, types: Tensor, tiles: Tensor | None) -> Tensor:
+        """Which images each of T tokens sees [1,T,n], or which tiles of these, where `tiles` [1,n,tiles] says which an
+        image has."""
+        places = types.nonzero()[:, 0].tolist()
+        seen = torch.zeros(1, len(types), len(places), dtype=torch.long, device=types.device)
+        for at in range(len(types)):
+            seen[0, at, seen_from(places, at)] = 1
+        return seen if tiles is None else seen[..., None] * tiles.reshape(len(places), -1)
 
     @torch.inference_mode()
     def whole_prompts(self, ids: Sequence[int]) -> bool:
         """Whether tokens of a prompt, `ids` without images, see those behind them, as those of a prefix do. Raises
         `ModelRefused` if they do so in some layers only."""
-        door = _TowerDoor()
+        door = _TowerDoor(self.sees is not None)
         with opened(door), self._stopping(lambda: None):
             self._at_decoder(torch.tensor([ids], device=self.model.device), {})
         if door.ahead and door.causal:
@@ -338,6 +431,7 @@ class Vision:
         of one sequence, these rows see each other."""
 
         def replace(_: nn.Module, __: Any, embeddings: Tensor) -> Tensor:
+            assert step.features is not None
             return embeddings.index_copy(1, step.rows, step.features[None].to(embeddings.dtype))
 
         def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -355,16 +449,15 @@ class Vision:
                 ids: Tensor = (
                     kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
                 )
-                seen = torch.zeros(ids.shape[:2] + step.mask.more, dtype=step.mask.dtype, device=ids.device)
-                seen[:, step.rows] = 1
-                given[step.mask.name] = seen
-            return args, {**kwargs, **given}
+                given[step.mask.name] = step.mask.of(step.rows, ids.shape[1])
+            return args, {**kwargs, **given, **(step.seen[0].images[0].given if step.seen else {})}
 
-        if self.first is None:
-            hooks = [self.model.get_input_embeddings().register_forward_hook(replace)]
-        else:
-            hooks = [self.first.register_forward_pre_hook(enter, with_kwargs=True)]
-        if step.layers or step.mask is not None:
+        hooks = list[Any]()
+        if step.features is not None and self.first is None:
+            hooks.append(self.model.get_input_embeddings().register_forward_hook(replace))
+        elif step.features is not None and self.first is not None:
+            hooks.append(self.first.register_forward_pre_hook(enter, with_kwargs=True))
+        if step.layers or step.mask is not None or step.seen:
             hooks.append(self.decoder.register_forward_pre_hook(add, with_kwargs=True))
         try:
             yield
@@ -378,12 +471,13 @@ def vision_of(model: "PreTrainedModel") -> Vision | None:
     accepts, placeholder = frozenset(inspect.signature(model.forward).parameters), placeholder_of(model)
     if accepts.isdisjoint(PIXELS):
         return None
-    decoder = model.get_decoder()
+    decoder, sees = model.get_decoder(), next((name for name in SEES if name in accepts), None)
     first = _first_layer(decoder)
-    if placeholder is None and first is None:
+    if placeholder is None and (first is None or sees is not None):
         raise ModelRefused("its config names no token that stands for a row of an image")
     token = embedding_rows(model) - 1 if placeholder is None else placeholder
-    return Vision(model, decoder, token, accepts, _blocks(model, decoder), first, placeholder is None)
+    blocks = _blocks(model, _behind(decoder) if sees is None else set())
+    return Vision(model, decoder, token, accepts, blocks, first, placeholder is None, sees)
 
 
 def _first_layer(decoder: nn.Module) -> nn.Module | None:
@@ -401,9 +495,8 @@ def _behind(decoder: nn.Module) -> set[nn.Module]:
     return set(next(lists).modules())
 
 
-def _blocks(model: "PreTrainedModel", decoder: nn.Module) -> list[nn.Module]:
-    """The members of all lists of modules outside of its decoder: layers of towers, and parts of these."""
-    inside = _behind(decoder)
+def _blocks(model: "PreTrainedModel", inside: set[nn.Module]) -> list[nn.Module]:
+    """The members of all lists of modules that are not `inside`: layers of towers, and parts of these."""
     lists = (one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential) and one not in inside)
     return [block for one in lists for block in one]
 

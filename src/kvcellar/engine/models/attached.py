@@ -180,22 +180,25 @@ class MemoryCache(DynamicCache):
         if self._columns and not self._begins(ids, real):
             self.keep()
             self.reset()
-        if self._columns:
-            return
-        rows: dict[tuple[Any, ...], int] = {}
-        texts = zip(map(tuple, ids.tolist()), map(tuple, real.tolist()), strict=True)
-        which = [rows.setdefault(text, len(rows)) for text in texts]
-        first = torch.tensor([which.index(row) for row in range(len(rows))], device=ids.device)
-        ids, real, length = ids[first], real[first], ids.shape[1]
+        which, length = list(range(len(ids))), ids.shape[1]
+        if not self._columns:  # rows that are equal are read and computed once
+            rows: dict[tuple[Any, ...], int] = {}
+            texts = zip(map(tuple, ids.tolist()), map(tuple, real.tolist()), strict=True)
+            which = [rows.setdefault(text, len(rows)) for text in texts]
+            first = torch.tensor([which.index(row) for row in range(len(rows))], device=ids.device)
+            ids, real = ids[first], real[first]
         starts = [_start(row) for row in real.tolist()]
-        if all(row.all() for row in (one[start:] for one, start in zip(real, starts, strict=True))):
+        if not all(row[start:].all() for row, start in zip(real, starts, strict=True)):
+            return  # padding behind a text, or inside: what a network makes of it depends on the network
+        if not self._columns:
             self._read(ids, real, starts)
-            ends = self._ends(length, starts, copies > 1 or len(rows) < len(which)) if compute else []
-            for end in ends:
-                self.owner.compute(self, ids[:, self._columns : end], real[:, :end])
-                self.keep()
-            if self._columns and len(rows) < len(which):
-                self.reorder_cache(torch.tensor(which, device=ids.device))
+        elif len(self._log[0].ids) != len(ids):
+            return
+        for end in self._ends(length, starts, copies > 1 or len(ids) < len(which)) if compute else ():
+            self.owner.compute(self, ids[:, self._columns : end], real[:, :end])
+            self.keep()
+        if self._columns and len(ids) < len(which):
+            self.reorder_cache(torch.tensor(which, device=ids.device))
         self._prompt = length if compute else 0
 
     def _begins(self, ids: Tensor, real: Tensor) -> bool:
@@ -317,7 +320,12 @@ class Attached:
         return dict(zip(self._names, args, strict=False))
 
     def compute(self, cache: MemoryCache, ids: Tensor, real: Tensor) -> None:
-        """A forward over the columns `ids` [B,T], the last of `real` [B,S]."""
+        """Forwards over the columns `ids` [B,T], the last of `real` [B,S]."""
+        if cache.get_seq_length() and not self.kept.at_once and ids.shape[1] > 1:
+            for at in range(ids.shape[1]):
+                end = at + 1 - ids.shape[1]
+                self.compute(cache, ids[:, at : at + 1], real[:, : end or None])
+            return
         given: dict[str, Any] = {"input_ids": ids, "use_cache": True, cache_argument(self._accepts): cache}
         given["attention_mask"] = None if bool(real.all()) else real.long()
         if self.counts:
@@ -344,7 +352,8 @@ class Attached:
                 ),
             )
             end = min(found)
-        end = end if end > max(starts) else 0
+        enough = max(starts) if self.kept.at_once else (len(texts[0]) + starts[0]) // 2  # else it takes longer
+        end = end if end > enough else 0
         places: list[Prefix] = []
         try:
             for key, start in zip(keys, starts, strict=True):
@@ -455,7 +464,7 @@ def generate(self: Any, inputs: Tensor | None = None, generation_config: Any = N
         mask = kwargs.get("attention_mask")
         cache.begin(ids, mask if mask is not None else _mask_of(ids, config, kwargs), copies=max(counts))
     try:
-        return plain(self, inputs, generation_config, *args, **kwargs)
+        return plain(self, inputs, generation_config, *args, **{"use_cache": True, **kwargs})
     finally:
         cache.keep()
 

@@ -26,9 +26,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvcellar.engine.models.input_limits import embedding_rows, first_position
+from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.engine.models.seam import cache_argument
-from kvcellar.engine.models.shape import PROBE_TOKENS
+from kvcellar.engine.models.selftest import TOLERANCE
 from kvcellar.errors import ModelRefused
 from kvcellar.memory.cells.layouts import Causal, Sliding
 from kvcellar.memory.kv.history import indices
@@ -36,6 +36,7 @@ from kvcellar.memory.memory import Group, Memory
 from kvcellar.memory.plan import Plan
 from kvcellar.memory.shapes import Kind, Plane, Recurrent, StatePlane
 
+TESTED = 12  # tokens, at most, that are tried before a memory is attached
 ROOM = 64  # columns, at least, that are allocated ahead of those in use
 
 
@@ -92,11 +93,13 @@ class Window(Sliding):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a memory keeps of a model's cache layers. `dtype` is that of all keys and values."""
+    """What a memory keeps of a model's cache layers. `dtype` is that of all keys and values. `at_once`: the model can
+    go on from a cache by several tokens in one forward (transformers' code for some recurrent layers cannot)."""
 
     groups: tuple[Group, ...]
     recurrent: Recurrent | None
     dtype: torch.dtype
+    at_once: bool
 
     @property
     def anywhere(self) -> bool:
@@ -114,13 +117,33 @@ def new_layers(model: PreTrainedModel) -> list[Any]:
 
 @torch.no_grad()
 def kept_of(model: PreTrainedModel) -> Kept:
-    """By a forward of a few tokens. Raises `ModelRefused` if nothing can be kept."""
-    cache, accepts = Cache(layers=new_layers(model)), frozenset(inspect.signature(model.forward).parameters)
-    ids = (torch.arange(PROBE_TOKENS, device=model.device)[None] + first_position(model)) % embedding_rows(model)
-    model(input_ids=ids, use_cache=True, **{cache_argument(accepts): cache})
+    """By forwards of a few tokens. Raises `ModelRefused` if nothing can be kept, or the model cannot go on from it."""
+    tokens, layers = min(TESTED, context_of(model)), new_layers(model)
+    for seed in (0, 1):  # a near tie of a router's experts can fall either way
+        ids = torch.tensor([random_tokens(model, tokens, torch.Generator().manual_seed(seed))], device=model.device)
+        once, steps = (_difference(model, ids, layers, size) for size in (tokens, 1))
+        if min(once, steps) <= (most := TOLERANCE.get(model.dtype, max(TOLERANCE.values()))):
+            return _kept(model, layers, at_once=once <= most)
+    raise ModelRefused(f"{type(model).__name__} goes on from its cache with other logits: it keeps more elsewhere")
+
+
+def _difference(model: PreTrainedModel, ids: Tensor, layers: list[Any], size: int) -> float:
+    """How far the last logits are from those without a cache, relative to these, where the model goes on from a cache
+    by so many tokens at once, and has run on another cache meanwhile. `layers` become those of the cache."""
+    name, half = cache_argument(frozenset(inspect.signature(model.forward).parameters)), ids.shape[1] // 2
+    layers[:] = new_layers(model)
+    cache = Cache(layers=layers)
+    model(input_ids=ids[:, :half], use_cache=True, **{name: cache})
+    model(input_ids=ids[:, half:], use_cache=True, **{name: Cache(layers=new_layers(model))})
+    logits = [model(input_ids=part, use_cache=True, **{name: cache}).logits for part in ids[:, half:].split(size, 1)]
+    expected = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+    return float((logits[-1][0, -1].float() - expected).abs().max() / expected.abs().max())
+
+
+def _kept(model: PreTrainedModel, cache_layers: Sequence[Any], *, at_once: bool) -> Kept:
     buckets: dict[tuple[Any, ...], list[int]] = {}
     states: dict[int, tuple[StatePlane, ...]] = {}
-    for number, layer in enumerate(cache.layers):
+    for number, layer in enumerate(cache_layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin) and (planes := _state_planes(layer)):
             states[number] = planes
         if isinstance(layer, DynamicLayer) and layer.keys is not None:
@@ -137,7 +160,7 @@ def kept_of(model: PreTrainedModel) -> Kept:
     for number, ((window, planes, *_), layers) in enumerate(buckets.items()):
         layout = Causal() if window is None else Window(window)
         groups.append(Group(f"{layout} #{number}", layout, planes, tuple(layers)))
-    return Kept(tuple(groups), Recurrent(states) if states else None, types.pop() if types else model.dtype)
+    return Kept(tuple(groups), Recurrent(states) if states else None, types.pop() if types else model.dtype, at_once)
 
 
 def _state_planes(layer: Any) -> tuple[StatePlane, ...]:

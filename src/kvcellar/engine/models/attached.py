@@ -141,10 +141,12 @@ class MemoryCache(DynamicCache):
                     f"the cache holds {rows} rows and was given {len(ids)}; take a new one for another batch"
                 )
             self.batch_repeat_interleave(len(ids) // rows)
-        if self._prompt and self._columns and ids.shape[1] == self._prompt:
+        if self._prompt and self._columns and ids.shape[1] >= self._prompt:
             for name in ("input_ids", "position_ids"):
-                if given.get(name) is not None and given[name].shape[-1] == self._prompt:
+                if given.get(name) is not None and given[name].shape[-1] == ids.shape[1]:
                     given[name] = given[name][..., self._columns :]
+        if self._columns and not self.owner.kept.groups:
+            given["attention_mask"] = None  # it is for the columns, of which these layers have none
         self._prompt, self._running = 0, True
         return (), given
 

@@ -152,8 +152,6 @@ def _kept(model: PreTrainedModel, cache_layers: Sequence[Any], *, at_once: bool)
             planes = (Plane("k", k.shape[1], k.shape[3]), Plane("v", v.shape[1], v.shape[3]))
             buckets.setdefault((window, planes, k.dtype, v.dtype), []).append(number)
     types = {dtype for _, _, *both in buckets for dtype in both}
-    if not buckets and not states:
-        raise ModelRefused(f"{type(model).__name__} keeps nothing in the cache that it is given")
     if len(types) > 1:
         raise ModelRefused(f"{type(model).__name__} keeps keys and values in {' and '.join(map(str, types))}")
     groups: list[Group] = []

@@ -267,8 +267,8 @@ def test_nothing_is_read_after_weights_have_changed() -> None:
 
 
 def test_what_was_used_least_makes_room(model: PreTrainedModel) -> None:
-    memory = kvcellar.attach(model, cache_bytes=2 << 20)
-    for turn in range(60):
+    memory = kvcellar.attach(model, cache_bytes=1 << 20)
+    for turn in range(24):
         ids = (PROMPT * (turn + 2)) % 97 + 2
         generate(model, ids, memory.cache(), max_new_tokens=2)
         memory.check()

@@ -21,7 +21,7 @@ import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -48,20 +48,8 @@ BEHIND = -1  # stands for a token behind a text, since the last token of a key i
 _GIVEN = frozenset({"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "cache_position"})
 
 
-class Columns(NamedTuple):
-    """Some columns of a batch. `real` is None where all are tokens, `places` where no positions were given."""
-
-    ids: Tensor  # [B,T]
-    real: Tensor | None  # [B,T], 0 for padding
-    places: Tensor | None  # [B or 1,T]
-
-    def to(self, past: int) -> tuple[Tensor, Tensor, Tensor]:
-        """All three as [B,T]; `past` is the number of the first column."""
-        real = self.real.bool() if self.real is not None else torch.ones_like(self.ids, dtype=torch.bool)
-        places = self.places
-        if places is None:
-            places = torch.arange(past, past + self.ids.shape[1], device=self.ids.device)[None]
-        return self.ids, real, places.expand(self.ids.shape)
+# Of some columns, [B,T] each: ids, whether they are tokens or padding, and positions.
+Columns = tuple[Tensor, Tensor, Tensor]
 
 
 class MemoryCache(DynamicCache):
@@ -82,6 +70,7 @@ class MemoryCache(DynamicCache):
         self._prompt = 0  # columns of the prompt of which a part was read
         self._running = False  # a forward has begun, and not ended
         self._parts: set[int] = set()  # columns where later prompts may part from this one
+        self._weights = self.owner.versions()
 
     # -- called by transformers ---------------------------------------------------------------------------------
 
@@ -97,20 +86,24 @@ class MemoryCache(DynamicCache):
         super().reorder_cache(beam_idx)
         if self._log:
             ids, real, places = (x.index_select(0, beam_idx.to(x.device)) for x in self._all())
-            self._log, self._kept = [Columns(ids, real, places)], 0
+            self._log, self._kept = [(ids, real, places)], 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(torch.as_tensor(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = len(self._log[0].ids) if self._log else 0
-        self.reorder_cache(torch.arange(rows, device=self.owner.model.device).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.rows).repeat_interleave(repeats))
+
+    @property
+    def rows(self) -> int:
+        """Of the batch; 0 before the first."""
+        return len(self._log[0][0]) if self._log else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         if tokens_to_remove and self._log:
             ids, real, places = (x[:, :tokens_to_remove] for x in self._all())
-            self._log, self._columns = [Columns(ids, real, places)], ids.shape[1]
+            self._log, self._columns = [(ids, real, places)], ids.shape[1]
             self._kept = min(self._kept, self._columns)
 
     def reset(self) -> None:
@@ -134,11 +127,10 @@ class MemoryCache(DynamicCache):
         """Check the arguments of a forward, and cut what was read from memory off a prompt that still has it."""
         given = self.owner.named(model, args, kwargs)
         ids: Tensor = given["input_ids"]
-        rows = len(self._log[0].ids) if self._log else len(ids)
-        if len(ids) != rows:
+        if (rows := self.rows or len(ids)) != len(ids):
             if len(ids) % rows:
                 raise BadRequest(
-                    f"the cache holds {rows} rows and was given {len(ids)}; take a new one for another batch"
+                    f"the cache has {rows} rows and was given {len(ids)}; take a new one for another batch"
                 )
             self.batch_repeat_interleave(len(ids) // rows)
         if self._prompt and self._columns and ids.shape[1] >= self._prompt:
@@ -154,21 +146,18 @@ class MemoryCache(DynamicCache):
         """Note the tokens of a forward that has ended."""
         given = self.owner.names(args) | kwargs
         ids, mask, places = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
-        real = mask[:, -ids.shape[1] :] if mask is not None and mask.dim() == 2 else None
-        if (mask is not None and mask.dim() != 2) or (places is not None and places.dim() != 2):
-            real, places = torch.zeros_like(ids), None  # it cannot be known what was seen: it is part of no text
-        self._log.append(Columns(ids, real, places if self.owner.counts else None))
+        real = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
+        if places is None:
+            places = torch.arange(self._columns, self._columns + ids.shape[1], device=ids.device)[None]
+        if real.dim() != 2 or places.dim() != 2:  # it is not known what was seen: no row of it is kept
+            real = places = torch.zeros_like(ids)
+        self._log.append((ids, real, places.expand(ids.shape)))
         self._columns += ids.shape[1]
         self._running = False
 
-    def _all(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Token, whether it is none of padding, and position of all columns, [B,S] each."""
-        past, found = 0, list[tuple[Tensor, Tensor, Tensor]]()
-        for part in self._log:
-            found.append(part.to(past))
-            past += part.ids.shape[1]
-        ids, real, places = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        return ids, real, places
+    def _all(self) -> Columns:
+        ids, real, places = (torch.cat(parts, 1) for parts in zip(*self._log, strict=True))
+        return ids, real.bool(), places
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -176,10 +165,11 @@ class MemoryCache(DynamicCache):
     def begin(self, ids: Tensor, mask: Tensor | None, *, copies: int = 1, compute: bool = True) -> None:
         """Read what memory has of prompts [B,L], unless the cache already has a beginning of them. With `compute`, and
         where later calls need a checkpoint or rows are equal, compute the prompts but for their last token."""
-        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        ids = ids.to(device := self.owner.model.device)
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
         if real.shape != ids.shape:
             return  # the rest of a text of which the cache has the beginning
-        if self._columns and not self._begins(ids, real):
+        if self._columns and (self._weights != self.owner.versions() or not self._begins(ids, real)):
             self.keep()
             self.reset()
         which, length = list(range(len(ids))), ids.shape[1]
@@ -187,38 +177,35 @@ class MemoryCache(DynamicCache):
             rows: dict[tuple[Any, ...], int] = {}
             texts = zip(map(tuple, ids.tolist()), map(tuple, real.tolist()), strict=True)
             which = [rows.setdefault(text, len(rows)) for text in texts]
-            first = torch.tensor([which.index(row) for row in range(len(rows))], device=ids.device)
+            first = torch.tensor([which.index(row) for row in range(len(rows))], device=device)
             ids, real = ids[first], real[first]
         starts = [_start(row) for row in real.tolist()]
         if not all(row[start:].all() for row, start in zip(real, starts, strict=True)):
             return  # padding behind a text, or inside: what a network makes of it depends on the network
         if not self._columns:
             self._read(ids, real, starts)
-        elif len(self._log[0].ids) != len(ids):
+        elif self.rows != len(ids):
             return
         for end in self._ends(length, starts, copies > 1 or len(ids) < len(which)) if compute else ():
             self.owner.compute(self, ids[:, self._columns : end], real[:, :end])
             self.keep()
         if self._columns and len(ids) < len(which):
-            self.reorder_cache(torch.tensor(which, device=ids.device))
+            self.reorder_cache(torch.tensor(which, device=device))
         self._prompt = length if compute else 0
 
     def _begins(self, ids: Tensor, real: Tensor) -> bool:
         """Whether the columns are the first of these, and not all."""
-        own_ids, own_real, _ = self._all()
-        rows, n = own_ids.shape
-        if n >= ids.shape[1] or len(ids) % rows:
+        own, theirs = self._all(), (ids, real)
+        if (n := self._columns) >= ids.shape[1] or len(ids) % self.rows:
             return False
-        theirs = ids[:: len(ids) // rows, :n], real[:: len(ids) // rows, :n]
-        same = own_ids.to(ids.device) == theirs[0]
-        return bool(((same | ~theirs[1]) & (own_real.to(ids.device) == theirs[1])).all())
+        given, tokens = (x[:: len(ids) // self.rows, :n] for x in theirs)
+        return bool((((own[0] == given) | ~tokens) & (own[1] == tokens)).all())
 
     def _read(self, ids: Tensor, real: Tensor, starts: Sequence[int]) -> None:
         texts = [row[start:] for row, start in zip(ids.tolist(), starts, strict=True)]
         end, self.recalls, self._parts = self.owner.read(self.layers, texts, starts, self.namespace)
         if end:
-            places = (real.long().cumsum(-1) - 1).clamp(min=0) if self.owner.counts else None
-            self._log = [Columns(ids[:, :end], real[:, :end], places[:, :end] if places is not None else None)]
+            self._log = [(ids[:, :end], real[:, :end], _places(real)[:, :end])]
             self._columns = self._kept = end
 
     def _ends(self, length: int, starts: Sequence[int], shared: bool) -> list[int]:
@@ -231,8 +218,9 @@ class MemoryCache(DynamicCache):
     @torch.no_grad()
     def keep(self) -> int:
         """Give memory what was computed since the last time; returns the tokens that it did not have. Nothing is given
-        of a forward that failed, and of rows with holes or with positions that are not those of a text."""
-        if self._running or self._columns == self._kept or lengths(self.layers) - {self._columns}:
+        of a forward that failed, of rows with holes or positions that are not those of a text, and of other weights."""
+        changed = self._running or self._weights != self.owner.versions()
+        if changed or self._columns == self._kept or lengths(self.layers) - {self._columns}:
             return 0
         ids, real, places = (x.cpu() for x in self._all())
         new = 0
@@ -256,7 +244,7 @@ class Attached:
         self._accepts, self._names = frozenset(accepts), tuple(accepts)
         self.counts = "position_ids" in accepts  # else its positions follow from the mask, or it has none
         self._context = context_of(model)
-        self._weights = self._versions()
+        self._weights = self.versions()
         self._hooks = [
             model.register_forward_pre_hook(_before, with_kwargs=True),
             model.register_forward_hook(_after, with_kwargs=True),
@@ -308,7 +296,7 @@ class Attached:
         given = self.names(args) | kwargs
         if given.get("input_ids") is None:
             raise BadRequest(
-                "a cache of an attached memory needs input_ids; use transformers' DynamicCache for embeddings"
+                "a cache of an attached memory needs input_ids: use transformers' DynamicCache for embeddings"
             )
         others = [n for n, value in given.items() if isinstance(value, Tensor) and n not in _GIVEN]
         if others:
@@ -331,7 +319,7 @@ class Attached:
         given: dict[str, Any] = {"input_ids": ids, "use_cache": True, cache_argument(self._accepts): cache}
         given["attention_mask"] = None if bool(real.all()) else real.long()
         if self.counts:
-            given["position_ids"] = (real.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            given["position_ids"] = _places(real)[:, -ids.shape[1] :]
         if "logits_to_keep" in self._accepts:
             given["logits_to_keep"] = 1
         self.model(**given)
@@ -400,12 +388,12 @@ class Attached:
             if not self.prefixes.free_rows(1, lambda: self.prefixes.evict(None, 1)):
                 raise CacheFull(ROWS, 1, 0, unit="rows")
 
-    def _versions(self) -> int:
+    def versions(self) -> int:
         """Changes with each update of a weight that torch counts."""
         return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()))
 
     def _follow_weights(self) -> None:
-        if (now := self._versions()) != self._weights:
+        if (now := self.versions()) != self._weights:
             self._weights = now
             self.prefixes.reset()
 
@@ -423,6 +411,11 @@ def check_attachable(model: PreTrainedModel) -> None:
     if len(devices := sorted({str(p.device) for p in model.parameters()})) > 1:
         raise ModelRefused(f"its weights are on {' and '.join(devices)}; a memory is on one device")
     _check_mode(model)
+
+
+def _places(real: Tensor) -> Tensor:
+    """Positions, as `generate` counts them."""
+    return (real.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def _start(real: Sequence[bool]) -> int:

@@ -50,7 +50,7 @@ def counted(model: PreTrainedModel) -> Iterator[list[int]]:
     """The tokens that each forward computes, padding included."""
     found: list[int] = []
     hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: found.append((kwargs.get("input_ids", args[0] if args else None)).numel()),
+        lambda _, args, kwargs: found.append([*args, kwargs.get("input_ids")][0].numel()),
         with_kwargs=True,
     )
     try:
@@ -210,7 +210,7 @@ def test_a_cache_is_forked_rewound_and_used_again(model: PreTrainedModel) -> Non
 
 
 class Fails(StoppingCriteria):
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> bool:
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError
 
 
@@ -243,7 +243,7 @@ def test_forward_and_training_are_what_they_were() -> None:
     assert torch.equal(generate(model, PROMPT), generate(alone, PROMPT))
     twin = pickle.loads(pickle.dumps(model))
     assert torch.equal(generate(twin, PROMPT), generate(alone, PROMPT))
-    assert copy.deepcopy(model).generate.__self__ is not model
+    assert vars(copy.deepcopy(model))["generate"].__self__ is not model
     memory.detach()
     assert "generate" not in vars(model)
     assert not [*model._forward_pre_hooks, *model._forward_hooks]
@@ -271,6 +271,7 @@ def test_what_was_used_least_makes_room(name: str) -> None:
     model = built(name)
     memory = kvcellar.attach(model, cache_bytes=1 << 18)
     room = min(memory.memory.storage.capacity().values())
+    ids = PROMPT
     for turn in range(room // 40 + 3):
         ids = (PROMPT * (turn + 2)) % 97 + 2
         with torch.no_grad():
@@ -298,11 +299,11 @@ def test_a_cache_does_what_transformers_does() -> None:
             new = torch.randn(2, rows, 2, int(torch.randint(1, 12, (), generator=draw)), 16, generator=draw)
             index = torch.randint(0, rows, (rows,), generator=draw)
             for layer in range(4):
-                found = [cache.update(*new, layer) for cache in (ours, theirs)]
+                found = [cache.update(new[0], new[1], layer) for cache in (ours, theirs)]
                 assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
             for cache in (ours, theirs):
                 if act == 1:
-                    cache.reorder_cache(index)
+                    cache.reorder_cache(index)  # type: ignore[arg-type]
                 elif act == 2 and turn % 7 == 0:
                     cache.reset()
                 elif act > 4:
@@ -316,7 +317,7 @@ def test_a_cache_does_what_transformers_does() -> None:
 
 
 def test_what_cannot_work_is_refused_with_what_to_do() -> None:
-    model = built("llama")
+    model: Any = built("llama")
     memory = kvcellar.attach(model)
     with pytest.raises(BadRequest, match="attached"):
         kvcellar.attach(model)

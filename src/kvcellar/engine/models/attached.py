@@ -21,6 +21,7 @@ import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import suppress
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -60,11 +61,11 @@ class MemoryCache(DynamicCache):
         super().__init__()
         self.layer_class_to_replicate = None
         self.owner, self.namespace = owner, namespace
+        self.layers = new_layers(owner.model)
         self.recalls: tuple[Recall, ...] = ()
         self._empty()
 
     def _empty(self) -> None:
-        self.layers = new_layers(self.owner.model)
         self._log: list[Columns] = []
         self._columns = self._kept = 0
         self._prompt = 0  # columns of the prompt of which a part was read
@@ -83,7 +84,7 @@ class MemoryCache(DynamicCache):
         return False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]  # any tensor of integers
         if self._log:
             ids, real, places = (x.index_select(0, beam_idx.to(x.device)) for x in self._all())
             self._log, self._kept = [(ids, real, places)], 0
@@ -107,6 +108,7 @@ class MemoryCache(DynamicCache):
             self._kept = min(self._kept, self._columns)
 
     def reset(self) -> None:
+        super().reset()
         self._empty()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemoryCache":
@@ -249,7 +251,7 @@ class Attached:
             model.register_forward_pre_hook(_before, with_kwargs=True),
             model.register_forward_hook(_after, with_kwargs=True),
         ]
-        model.generate = generate.__get__(model)
+        vars(model)["generate"] = MethodType(generate, model)
 
     def cache(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, namespace: str = ""
@@ -398,7 +400,7 @@ class Attached:
             self.prefixes.reset()
 
 
-def check_attachable(model: PreTrainedModel) -> None:
+def check_attachable(model: Any) -> None:
     """Raise `ModelRefused` or `BadRequest`, with what to do."""
     if not isinstance(model, PreTrainedModel):
         raise BadRequest(f"attach() takes a PreTrainedModel, not {shown(model)}; of a PeftModel its get_base_model()")
@@ -446,9 +448,10 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         cache.after(args, kwargs)
 
 
-@functools.wraps(GenerationMixin.generate)
+@functools.wraps(GenerationMixin.generate)  # pyright: ignore[reportAttributeAccessIssue]  # a mixin of models
 def generate(self: Any, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-    plain, cache = type(self).generate, _cache_of((), kwargs)
+    plain: Any = type(self).generate
+    cache = _cache_of((), kwargs)
     if cache is None:
         return plain(self, inputs, generation_config, *args, **kwargs)
     ids = inputs if inputs is not None else kwargs.get("input_ids")

@@ -53,6 +53,7 @@ class GrowingLayer(DynamicLayer):
         found: list[Tensor] = []
         rooms = self._room or (None, None)
         for now, new, room in zip((self.keys, self.values), (key_states, value_states), rooms, strict=True):
+            assert now is not None
             if room is None or not _begins(room, now, end):
                 room = new.new_empty(*new.shape[:2], end + max(ROOM, end // 4), new.shape[3])
                 room[:, :, :held] = now
@@ -143,9 +144,8 @@ def _kept(model: PreTrainedModel, cache_layers: Sequence[Any], *, at_once: bool)
     for number, layer in enumerate(cache_layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin) and (planes := _state_planes(layer)):
             states[number] = planes
-        if isinstance(layer, DynamicLayer) and layer.keys is not None:
+        if isinstance(layer, DynamicLayer) and (k := layer.keys) is not None and (v := layer.values) is not None:
             window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-            k, v = layer.keys, layer.values
             planes = (Plane("k", k.shape[1], k.shape[3]), Plane("v", v.shape[1], v.shape[3]))
             buckets.setdefault((window, planes, k.dtype, v.dtype), []).append(number)
     types = {dtype for _, _, *both in buckets for dtype in both}

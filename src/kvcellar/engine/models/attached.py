@@ -402,13 +402,12 @@ class Attached:
 
 def check_attachable(model: Any) -> None:
     """Raise `ModelRefused` or `BadRequest`, with what to do."""
-    if not (isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
-        raise BadRequest(
-            f"attach() takes a PreTrainedModel that can generate, not {shown(model)}; of a PeftModel its get_base_model()"
-        )
+    if not isinstance(model, PreTrainedModel):
+        raise BadRequest(f"attach() takes a PreTrainedModel, not {shown(model)}; of a PeftModel its get_base_model()")
     if model.config.is_encoder_decoder:
         raise ModelRefused(f"{type(model).__name__} has an encoder: `cross_attention_cache` is for it")
-    if not model._supports_default_dynamic_cache():  # pyright: ignore[reportCallIssue]
+    network: Any = model  # whose mixin is not typed
+    if not network._supports_default_dynamic_cache():
         raise ModelRefused(f"{type(model).__name__} keeps its state outside of transformers' caches")
     if "generate" in vars(model):
         raise BadRequest("a memory is attached to this model already: detach() it, or use its cache()")

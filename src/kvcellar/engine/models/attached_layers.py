@@ -128,12 +128,20 @@ def kept_of(model: PreTrainedModel) -> Kept:
 def _difference(model: PreTrainedModel, ids: Tensor, layers: list[Any], size: int) -> float:
     """How far the last logits are from those without a cache, relative to these, where the model goes on from a cache
     by so many tokens at once, and has run on another cache meanwhile. `layers` become those of the cache."""
-    name, half = cache_argument(frozenset(inspect.signature(model.forward).parameters)), ids.shape[1] // 2
+    accepts, half = frozenset(inspect.signature(model.forward).parameters), ids.shape[1] // 2
+    places = torch.arange(ids.shape[1], device=ids.device)[None]
     layers[:] = new_layers(model)
-    cache = Cache(layers=layers)
-    model(input_ids=ids[:, :half], use_cache=True, **{name: cache})
-    model(input_ids=ids[:, half:], use_cache=True, **{name: Cache(layers=new_layers(model))})
-    logits = [model(input_ids=part, use_cache=True, **{name: cache}).logits for part in ids[:, half:].split(size, 1)]
+    cache, other = Cache(layers=layers), Cache(layers=new_layers(model))
+
+    def run(held: Cache, start: int, end: int) -> Tensor:
+        given = {"position_ids": places[:, start:end]} if "position_ids" in accepts else {}
+        return model(
+            input_ids=ids[:, start:end], use_cache=True, **{cache_argument(accepts): held, **given}
+        ).logits  # as `generate` calls it: some models count positions otherwise without them
+
+    run(cache, 0, half)
+    run(other, 0, half - 1)
+    logits = [run(cache, at, min(at + size, ids.shape[1])) for at in range(half, ids.shape[1], size)]
     expected = model(input_ids=ids, use_cache=False).logits[0, -1].float()
     return float((logits[-1][0, -1].float() - expected).abs().max() / expected.abs().max())
 

@@ -28,7 +28,9 @@ from kvcellar.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvcellar.constraint import Constraint
+    from kvcellar.engine.load.attach import attach
     from kvcellar.engine.load.settings import EngineOptions, Settings
+    from kvcellar.engine.models.attached import Attached, MemoryCache
     from kvcellar.engine.request_options import RequestOptions
     from kvcellar.frontend.engine import Engine
     from kvcellar.frontend.result import Result
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "Attached",
     "BadRequest",
     "Batch",
     "CacheFull",
@@ -64,6 +67,7 @@ __all__ = [
     "Group",
     "KvcellarError",
     "Memory",
+    "MemoryCache",
     "ModelNotFound",
     "ModelRefused",
     "NotSupported",
@@ -89,6 +93,7 @@ __all__ = [
     "Storage",
     "UnknownSequence",
     "WrongStage",
+    "attach",
     "pull",
 ]
 
@@ -102,7 +107,9 @@ _NAMES = {  # the names that are not errors, by the module that defines them
     "kvcellar.engine.request_options": ("RequestOptions",),
     "kvcellar.frontend.result": ("Result",),
     "kvcellar.frontend.session": ("Session",),
+    "kvcellar.engine.load.attach": ("attach",),
     "kvcellar.engine.load.settings": ("EngineOptions", "Settings"),
+    "kvcellar.engine.models.attached": ("Attached", "MemoryCache"),
     "kvcellar.library.hub": ("Pulled", "pull"),
     "kvcellar.memory.plan": ("Batch", "Feed", "Plan"),
     "kvcellar.progress": ("Progress",),

@@ -71,7 +71,7 @@ class Memory:
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         check_groups(groups, cells, backend)
-        recurrent = recurrent if recurrent is not None else Recurrent({})
+        self.recurrent = recurrent = recurrent if recurrent is not None else Recurrent({})
         backends = backend if isinstance(backend, Mapping) else dict.fromkeys((group.name for group in groups), backend)
         check_planned(groups, cells, dtype, recurrent, rows, max_bytes)
         self.states = States(recurrent, rows=rows, device=self.device)
@@ -110,6 +110,10 @@ class Memory:
     def state_positions(self, seq: int) -> tuple[int, ...] | None:
         """The positions behind 0 whose recurrent state is held, in order; None without recurrent layers."""
         return self._sequences.record(seq).states.positions
+
+    def state(self, seq: int) -> list[Tensor]:
+        """Copies of the present recurrent state of a sequence that has tokens, by layer and plane."""
+        return self.states.content(self._sequences.record(seq).states.row)
 
     def free(self) -> dict[str, int]:
         """Free cells of each group, those that are reserved for steps among them."""

@@ -99,7 +99,7 @@ def image_test(
             given, logits = vision.of_two(ours, inputs, drawn)
         reference = {0: logits, 1: vision.logits(text, {}, others)}
         replay = _Replay(guest, Reference({0: ours, 1: text}, reference))
-    if guest.mode == "flat" and not guest.whole and not vision.in_front:
+    if guest.mode == "flat" and not (guest.whole or vision.in_front or vision.sees):
         vision.check_apart(ours, given, [span.start for span in spans])
     placed = vision.positions(ours, given)
     cuts, looking = _cut(guest, vision, spans, len(ours), ahead=features.ahead)

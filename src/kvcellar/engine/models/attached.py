@@ -1,0 +1,476 @@
+"""attached: a memory beside a network of transformers, which its own `generate` reads and fills.
+
+    memory = kvcellar.attach(model)
+    model.generate(**inputs, past_key_values=memory.cache())
+
+The working buffer of a call is a cache of transformers: `MemoryCache` is a `DynamicCache`, so attention, masks, beams,
+crops and rollbacks are those of transformers. Memory is read when a call begins (the longest beginning of the prompts
+that earlier calls computed), and written when it ends. A cache is told which tokens its columns are by hooks on the
+network, since layers only see keys and values.
+
+On the network are two hooks and a `generate` of its own, all of them functions without state: they do nothing where no
+`MemoryCache` is passed, and a copy of the network has them, too, without sharing anything with this one.
+
+Always true between two calls:
+  * the memory has no sequences, only what the prefix tree holds;
+  * what the tree has was computed by the present weights, as far as torch counts their changes.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Sequence
+from contextlib import suppress
+from types import MethodType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kvcellar.engine.models.attached_layers import Kept, fill, lengths, new_layers, store
+from kvcellar.engine.models.input_limits import context_of
+from kvcellar.engine.models.seam import cache_argument
+from kvcellar.errors import BadRequest, CacheFull, ModelRefused, shown
+from kvcellar.events import Recall
+from kvcellar.memory.cells.rows import NAME as ROWS
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.policy import EVERY
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.prefix.why import ReadBack
+from kvcellar.memory.prefix_cache import PrefixCache
+from kvcellar.memory.prefixes import Prefix
+from kvcellar.memory.spans import Span
+
+STEP = 512  # tokens that are written to memory at once
+BEHIND = -1  # stands for a token behind a text, since the last token of a key is never restored
+_GIVEN = frozenset({"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "cache_position"})
+
+
+# Of some columns, [B,T] each: ids, whether they are tokens or padding, and positions.
+Columns = tuple[Tensor, Tensor, Tensor]
+
+
+class MemoryCache(DynamicCache):
+    """The cache of one call, or of several that continue each other. `recalls` says for each row of the last prompts
+    what was read from memory, and why not more."""
+
+    def __init__(self, owner: "Attached", namespace: str = "") -> None:
+        super().__init__()
+        self.layer_class_to_replicate = None
+        self.owner, self.namespace = owner, namespace
+        self.layers = new_layers(owner.model)
+        self.recalls: tuple[Recall, ...] = ()
+        self._empty()
+
+    def _empty(self) -> None:
+        self._log: list[Columns] = []
+        self._columns = self._kept = 0
+        self._prompt = 0  # columns of the prompt of which a part was read
+        self._running = False  # a forward has begun, and not ended
+        self._parts: set[int] = set()  # columns where later prompts may part from this one
+        self._weights = self.owner.versions()
+
+    # -- called by transformers ---------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        counts = any(isinstance(layer, DynamicLayer) for layer in self.layers)
+        return super().get_seq_length(layer_idx) if counts else self._columns
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]  # any tensor of integers
+        if self._log:
+            ids, real, places = (x.index_select(0, beam_idx.to(x.device)) for x in self._all())
+            self._log, self._kept = [(ids, real, places)], 0
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(torch.as_tensor(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(self.rows).repeat_interleave(repeats))
+
+    @property
+    def rows(self) -> int:
+        """Of the batch; 0 before the first."""
+        return len(self._log[0][0]) if self._log else 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if tokens_to_remove and self._log:
+            ids, real, places = (x[:, :tokens_to_remove] for x in self._all())
+            self._log, self._columns = [(ids, real, places)], ids.shape[1]
+            self._kept = min(self._kept, self._columns)
+
+    def reset(self) -> None:
+        super().reset()
+        self._empty()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MemoryCache":
+        return self.fork()
+
+    def fork(self) -> "MemoryCache":
+        """A cache with the same content, of the same memory."""
+        twin = MemoryCache(self.owner, self.namespace)
+        twin.layers, twin._log, twin._columns = copy.deepcopy(self.layers), list(self._log), self._columns
+        twin._kept, twin._prompt, twin.recalls = self._kept, self._prompt, self.recalls
+        return twin
+
+    # -- called by hooks ----------------------------------------------------------------------------------------
+
+    def before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """Check the arguments of a forward, and cut what was read from memory off a prompt that still has it."""
+        given = self.owner.named(model, args, kwargs)
+        ids: Tensor = given["input_ids"]
+        if (rows := self.rows or len(ids)) != len(ids):
+            if len(ids) % rows:
+                raise BadRequest(
+                    f"the cache has {rows} rows and was given {len(ids)}; take a new one for another batch"
+                )
+            self.batch_repeat_interleave(len(ids) // rows)
+        if self._prompt and self._columns and ids.shape[1] >= self._prompt:
+            for name in ("input_ids", "position_ids"):
+                if given.get(name) is not None and given[name].shape[-1] == ids.shape[1]:
+                    given[name] = given[name][..., self._columns :]
+        if self._columns and not self.owner.kept.groups:
+            given["attention_mask"] = None  # it is for the columns, of which these layers have none
+        self._prompt, self._running = 0, True
+        return (), given
+
+    def after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the tokens of a forward that has ended."""
+        given = self.owner.names(args) | kwargs
+        ids, mask, places = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+        real = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
+        if places is None:
+            places = torch.arange(self._columns, self._columns + ids.shape[1], device=ids.device)[None]
+        if real.dim() != 2 or places.dim() != 2:  # it is not known what was seen: no row of it is kept
+            real = places = torch.zeros_like(ids)
+        self._log.append((ids, real, places.expand(ids.shape)))
+        self._columns += ids.shape[1]
+        self._running = False
+
+    def _all(self) -> Columns:
+        ids, real, places = (torch.cat(parts, 1) for parts in zip(*self._log, strict=True))
+        return ids, real.bool(), places
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self, ids: Tensor, mask: Tensor | None, *, copies: int = 1, compute: bool = True) -> None:
+        """Read what memory has of prompts [B,L], unless the cache already has a beginning of them. With `compute`, and
+        where later calls need a checkpoint or rows are equal, compute the prompts but for their last token."""
+        ids = ids.to(device := self.owner.model.device)
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
+        if real.shape != ids.shape:
+            return  # the rest of a text of which the cache has the beginning
+        if self._columns and (self._weights != self.owner.versions() or not self._begins(ids, real)):
+            self.keep()
+            self.reset()
+        which, length = list(range(len(ids))), ids.shape[1]
+        if not self._columns:  # rows that are equal are read and computed once
+            rows: dict[tuple[Any, ...], int] = {}
+            texts = zip(map(tuple, ids.tolist()), map(tuple, real.tolist()), strict=True)
+            which = [rows.setdefault(text, len(rows)) for text in texts]
+            first = torch.tensor([which.index(row) for row in range(len(rows))], device=device)
+            ids, real = ids[first], real[first]
+        starts = [_start(row) for row in real.tolist()]
+        if not all(row[start:].all() for row, start in zip(real, starts, strict=True)):
+            return  # padding behind a text, or inside: what a network makes of it depends on the network
+        if not self._columns:
+            self._read(ids, real, starts)
+        elif self.rows != len(ids):
+            return
+        for end in self._ends(length, starts, copies > 1 or len(ids) < len(which)) if compute else ():
+            self.owner.compute(self, ids[:, self._columns : end], real[:, :end])
+            self.keep()
+        if self._columns and len(ids) < len(which):
+            self.reorder_cache(torch.tensor(which, device=device))
+        self._prompt = length if compute else 0
+
+    def _begins(self, ids: Tensor, real: Tensor) -> bool:
+        """Whether the columns are the first of these, and not all."""
+        own, theirs = self._all(), (ids, real)
+        if (n := self._columns) >= ids.shape[1] or len(ids) % self.rows:
+            return False
+        given, tokens = (x[:: len(ids) // self.rows, :n] for x in theirs)
+        return bool((((own[0] == given) | ~tokens) & (own[1] == tokens)).all())
+
+    def _read(self, ids: Tensor, real: Tensor, starts: Sequence[int]) -> None:
+        texts = [row[start:] for row, start in zip(ids.tolist(), starts, strict=True)]
+        end, self.recalls, self._parts = self.owner.read(self.layers, texts, starts, self.namespace)
+        if end:
+            self._log = [(ids[:, :end], real[:, :end], _places(real)[:, :end])]
+            self._columns = self._kept = end
+
+    def _ends(self, length: int, starts: Sequence[int], shared: bool) -> list[int]:
+        """Where to compute up to before transformers does: every end is kept."""
+        wanted = {length - 1} if shared or not self.owner.kept.anywhere else set[int]()
+        if len(starts) == 1 and not self.owner.kept.anywhere:
+            wanted |= self._parts
+        return sorted(end for end in wanted if max(self._columns, *starts) < end < length)
+
+    @torch.no_grad()
+    def keep(self) -> int:
+        """Give memory what was computed since the last time; returns the tokens that it did not have. Nothing is given
+        of a forward that failed, of rows with holes or positions that are not those of a text, and of other weights."""
+        changed = self._running or self._weights != self.owner.versions()
+        if changed or self._columns == self._kept or lengths(self.layers) - {self._columns}:
+            return 0
+        ids, real, places = (x.cpu() for x in self._all())
+        new = 0
+        for row, flags in enumerate(real.tolist()):
+            start = _start(flags)
+            text = ids[row, start:].tolist()
+            counted = not self.owner.counts or places[row, start:].tolist() == [*range(len(text))]
+            if text and counted and all(flags[start:]):
+                new += self.owner.keep_row(self.layers, row, start, text, self.namespace)
+        self._kept = self._columns
+        return new
+
+
+class Attached:
+    """A memory beside `model`, made by `kvcellar.attach`. Not to be used by two threads at once."""
+
+    def __init__(self, model: PreTrainedModel, kept: Kept, memory: Memory) -> None:
+        self.model, self.kept, self.memory = model, kept, memory
+        self.prefixes = PrefixCache(memory, in_parts=False)
+        accepts = inspect.signature(model.forward).parameters
+        self._accepts, self._names = frozenset(accepts), tuple(accepts)
+        self.counts = "position_ids" in accepts  # else its positions follow from the mask, or it has none
+        self._context = context_of(model)
+        self._weights = self.versions()
+        self._hooks = [
+            model.register_forward_pre_hook(_before, with_kwargs=True),
+            model.register_forward_hook(_after, with_kwargs=True),
+        ]
+        vars(model)["generate"] = MethodType(generate, model)
+
+    def cache(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, namespace: str = ""
+    ) -> MemoryCache:
+        """A cache for `model.generate`, or for a loop of your own.
+
+        `generate` reads memory itself. With `input_ids` [B,L] (and the mask of padding) it is read now, and the cache
+        has the first `get_seq_length()` columns. Namespaces share nothing: name one for each adapter, say.
+        """
+        cache = MemoryCache(self, namespace)
+        if input_ids is not None:
+            cache.begin(input_ids, attention_mask, compute=False)
+        return cache
+
+    def clear(self) -> None:
+        """Forget everything: after a change of weights by `.data`, which torch does not count."""
+        self.prefixes.reset()
+
+    def detach(self) -> None:
+        """Make the model what it was. Caches of this memory are of no use then."""
+        for hook in self._hooks:
+            hook.remove()
+        vars(self.model).pop("generate", None)
+        self.prefixes.reset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def check(self) -> None:
+        """Assert what is always true between two calls."""
+        self.prefixes.check(())
+        assert not self.memory.sequences, "a sequence is left"
+
+    # -- for caches ---------------------------------------------------------------------------------------------
+
+    def named(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a forward by name. Raises `BadRequest` for one whose columns are not tokens alone."""
+        if model is not self.model:
+            raise BadRequest("this cache is of a memory that is attached to another model; attach() one to this model")
+        _check_mode(model)
+        given = self.names(args) | kwargs
+        if given.get("input_ids") is None:
+            raise BadRequest(
+                "a cache of an attached memory needs input_ids: use transformers' DynamicCache for embeddings"
+            )
+        others = [n for n, value in given.items() if isinstance(value, Tensor) and n not in _GIVEN]
+        if others:
+            raise BadRequest(
+                f"what is computed with {' and '.join(others)} depends on more than tokens, so it is not shared: leave "
+                f"it out, or use transformers' DynamicCache"
+            )
+        return given
+
+    def names(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(self._names, args, strict=False))
+
+    def compute(self, cache: MemoryCache, ids: Tensor, real: Tensor) -> None:
+        """Forwards over the columns `ids` [B,T], the last of `real` [B,S]."""
+        if cache.get_seq_length() and not self.kept.at_once and ids.shape[1] > 1:
+            for at in range(ids.shape[1]):
+                end = at + 1 - ids.shape[1]
+                self.compute(cache, ids[:, at : at + 1], real[:, : end or None])
+            return
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": True, cache_argument(self._accepts): cache}
+        given["attention_mask"] = None if bool(real.all()) else real.long()
+        if self.counts:
+            given["position_ids"] = _places(real)[:, -ids.shape[1] :]
+        if "logits_to_keep" in self._accepts:
+            given["logits_to_keep"] = 1
+        self.model(**given)
+
+    def read(
+        self, layers: Sequence[Any], texts: Sequence[Sequence[int]], starts: Sequence[int], namespace: str
+    ) -> tuple[int, tuple[Recall, ...], set[int]]:
+        """Fill layers with the longest beginning that memory has of all rows of a batch. Returns the columns; why they
+        are not more, for each row; and the columns where prompts part from what is known, or others like them have."""
+        self._follow_weights()
+        keys = [key_of(text) for text in texts]
+        end, before = len(texts[0]) + starts[0] - 1, -1
+        end = end if end < self._context else 0
+        while max(starts) < end != before:  # until all rows can be resumed in the same column
+            before, found = (
+                end,
+                (
+                    start + self.prefixes.prefixes.reuse(namespace, key, end - start).resume
+                    for key, start in zip(keys, starts, strict=True)
+                ),
+            )
+            end = min(found)
+        enough = max(starts) if self.kept.at_once else (len(texts[0]) + starts[0]) // 2  # else it takes longer
+        end = end if end > enough else 0
+        places: list[Prefix] = []
+        try:
+            for key, start in zip(keys, starts, strict=True):
+                places.append(self.prefixes.restore(namespace, key, most=max(0, end - start)))
+                self.prefixes.prefixes.use(places[-1])
+            if end:
+                fill(layers, self.memory, [place.seq for place in places], starts, end)
+            recalls = tuple(self.prefixes.prefixes.explain(one, read=ReadBack(), owner="") for one in places)
+        finally:
+            for place in places:
+                self.prefixes.end(place, (), keep=False)
+        parts = {pos + start for one, start in zip(places, starts, strict=True) for pos in one.wanted if pos % EVERY}
+        return end, recalls, parts
+
+    def keep_row(self, layers: Sequence[Any], row: int, start: int, text: Sequence[int], namespace: str) -> int:
+        """Write a row that begins in column `start` to memory; returns the tokens that were not there. A text that does
+        not fit, or exceeds the context, is not kept."""
+        n = len(text)
+        if n > self._context:
+            return 0
+        self._follow_weights()
+        place, complete = self.prefixes.restore(namespace, key_of([*text, BEHIND]), most=n), False
+        try:
+            with suppress(CacheFull):
+                for at in range(place.restored, n, STEP):
+                    new = Span(at, min(n, at + STEP))
+                    self._make_room(len(new))
+                    with self.memory.stepping(Batch((Feed(place.seq, new),))) as plan:
+                        store(layers, self.memory, plan, row, start, start + n)
+                        self.memory.commit()
+                complete = True
+        finally:
+            self.prefixes.end(place, text, keep=complete)
+        return n - place.restored if complete else 0
+
+    def _make_room(self, tokens: int) -> None:
+        for name in self.memory.free():
+            while (free := self.memory.free()[name]) < tokens:
+                if not self.prefixes.evict(name, tokens - free):
+                    raise CacheFull(name, tokens, free)
+        if self.memory.rows.capacity is not None:
+            if not self.prefixes.free_rows(1, lambda: self.prefixes.evict(None, 1)):
+                raise CacheFull(ROWS, 1, 0, unit="rows")
+
+    def versions(self) -> int:
+        """Changes with each update of a weight that torch counts."""
+        return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()))
+
+    def _follow_weights(self) -> None:
+        if (now := self.versions()) != self._weights:
+            self._weights = now
+            self.prefixes.reset()
+
+
+def check_attachable(model: Any) -> None:
+    """Raise `ModelRefused` or `BadRequest`, with what to do."""
+    if not isinstance(model, PreTrainedModel):
+        raise BadRequest(f"attach() takes a PreTrainedModel, not {shown(model)}; of a PeftModel its get_base_model()")
+    if model.config.is_encoder_decoder:
+        raise ModelRefused(f"{type(model).__name__} has an encoder: `cross_attention_cache` is for it")
+    network: Any = model  # whose mixin is not typed
+    if not network._supports_default_dynamic_cache():
+        raise ModelRefused(f"{type(model).__name__} keeps its state outside of transformers' caches")
+    if "generate" in vars(model):
+        raise BadRequest("a memory is attached to this model already: detach() it, or use its cache()")
+    if len(devices := sorted({str(p.device) for p in model.parameters()})) > 1:
+        raise ModelRefused(f"its weights are on {' and '.join(devices)}; a memory is on one device")
+    _check_mode(model)
+
+
+def _places(real: Tensor) -> Tensor:
+    """Positions, as `generate` counts them."""
+    return (real.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def _start(real: Sequence[bool]) -> int:
+    """The first column that is no padding."""
+    return next((at for at, one in enumerate(real) if one), len(real))
+
+
+def _check_mode(model: nn.Module) -> None:
+    if model.training:
+        raise BadRequest("the model is in training mode, where it computes other keys and values: call model.eval()")
+
+
+# -- what a model gets: no state, so that it can be copied and pickled as before ---------------------------------------
+
+
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryCache | None:
+    given = (*args, kwargs.get("past_key_values"), kwargs.get("cache_params"))
+    return next((one for one in given if isinstance(one, MemoryCache)), None)
+
+
+def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    cache = _cache_of(args, kwargs)
+    return None if cache is None else cache.before(model, args, kwargs)
+
+
+def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if (cache := _cache_of(args, kwargs)) is not None:
+        cache.after(args, kwargs)
+
+
+@functools.wraps(GenerationMixin.generate)  # pyright: ignore[reportAttributeAccessIssue]  # a mixin of models
+def generate(self: Any, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    plain: Any = type(self).generate
+    cache = _cache_of((), kwargs)
+    if cache is None:
+        return plain(self, inputs, generation_config, *args, **kwargs)
+    ids = inputs if inputs is not None else kwargs.get("input_ids")
+    if ids is not None:
+        _check_mode(self)
+        config = generation_config or self.generation_config
+        counts = (kwargs.get(name, getattr(config, name)) or 1 for name in ("num_beams", "num_return_sequences"))
+        mask = kwargs.get("attention_mask")
+        cache.begin(ids, mask if mask is not None else _mask_of(ids, config, kwargs), copies=max(counts))
+    try:
+        return plain(self, inputs, generation_config, *args, **{"use_cache": True, **kwargs})
+    finally:
+        cache.keep()
+
+
+def _mask_of(ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """The mask that transformers makes where none is given."""
+    pad, ends = (kwargs.get(name, getattr(config, name)) for name in ("pad_token_id", "eos_token_id"))
+    if pad is None or pad in (ends if isinstance(ends, list) else [ends]) or not bool((ids == pad).any()):
+        return None
+    return ids != pad

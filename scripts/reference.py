@@ -5,6 +5,7 @@ The description of a setting or field is its comment (`kvcellar.serve.openapi`).
 
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
@@ -14,6 +15,7 @@ from typing import Any, get_args
 import click
 from pydantic import BaseModel
 
+import kvcellar
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.options import STORE_KEY, flag
 from kvcellar.cli.store_options import REMOTE
@@ -81,6 +83,19 @@ STATISTICS = """\
 Counters of an engine and of its results. Over HTTP, the usage of a request is in its response and in its log line, and
 [metrics](metrics.md) have the state of all engines.
 """
+PYTHON = """\
+What `import kvcellar` has: these names, and the attributes that this page and those that it names describe, are public.
+Everything else may change in any version.
+
+- A public name, argument or field that is going to be removed is deprecated first: it goes on working for one minor
+  version at least, raises a `DeprecationWarning` that says what to use instead, and is in the changelog below
+  *Deprecated*.
+- Before 1.0, a minor version (0.2, 0.3) may have changes that break programs, all of them after that notice; a patch
+  (0.2.1) has none.
+- The same holds for options of the command line, fields over HTTP, and names of metrics. What is on disk (stores,
+  models of the library) is read by the next minor version, or refused with the reason and left as it is.
+"""
+OWN_PAGES = {"Settings": "settings.md", "SamplingParams": "sampling.md"}
 RECORDS = {
     EngineStats: "`engine.stats()`",
     GroupStats: "`groups` of `engine.stats()`",
@@ -173,6 +188,7 @@ RESPONSE_FIELDS = """\
 def pages() -> dict[str, str]:
     """File name and text of every page."""
     return {
+        "python.md": _page("Public names of Python", PYTHON, *_public_names()),
         "settings.md": _page("Engine settings", SETTINGS, _settings_table(Settings)),
         "server-settings.md": _page("Server settings", SERVER, _settings_table(ServeSettings)),
         "sampling.md": _page("Sampling parameters", SAMPLING, _sampling_table()),
@@ -184,6 +200,41 @@ def pages() -> dict[str, str]:
         "http-fields.md": _page("Fields of HTTP requests", FIELDS, *_http()),
         "http-routes.md": _page("Routes", ROUTES.format(every=_every()), *_routes()),
     }
+
+
+def _public_names() -> Iterator[str]:
+    found = {name: getattr(kvcellar, name) for name in sorted(kvcellar.__all__, key=str.lower)}
+    errors = [name for name, one in found.items() if isinstance(one, type) and issubclass(one, BaseException)]
+    for title, names in (("Classes and functions", [one for one in found if one not in errors]), ("Errors", errors)):
+        yield f"## {title}\n"
+        yield from (_public_name(name, found[name]) for name in names)
+
+
+def _public_name(name: str, found: Any) -> str:
+    about = inspect.getdoc(found) or ""
+    if name in OWN_PAGES:
+        return f"### `{name}`\n\n{about} [Its fields]({OWN_PAGES[name]}).\n"
+    methods = [
+        f"- `{each}{_signature(one)}`: {' '.join((inspect.getdoc(one) or '').split())}"
+        for each, one in vars(found).items()
+        if isinstance(found, type) and not each.startswith("_") and inspect.isroutine(one) and inspect.getdoc(one)
+    ]
+    made = "" if isinstance(found, type) and issubclass(found, BaseException | dict) else _signature(found)
+    return "\n".join([f"### `{name}`\n", *([f"`{name}{made}`\n"] if made else []), f"{about}\n", *methods, ""])
+
+
+def _signature(found: Any) -> str:
+    """Without `self` and `cls`, and without where a type is defined."""
+    try:
+        given = inspect.signature(found)
+    except (TypeError, ValueError):
+        return ""
+    kept = [one for name, one in given.parameters.items() if name not in ("self", "cls")]
+    return re.sub(
+        r"\b(?:kvcellar|collections|typing|pathlib|transformers|torch)\.(?:\w+\.)*",
+        "",
+        str(given.replace(parameters=kept)),
+    )
 
 
 def _page(title: str, *parts: str) -> str:

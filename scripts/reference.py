@@ -215,12 +215,13 @@ def _public_name(name: str, found: Any) -> str:
     if name in OWN_PAGES:
         return f"### `{name}`\n\n{about} [Its fields]({OWN_PAGES[name]}).\n"
     methods = [
-        f"- `{each}{_signature(one)}`: {' '.join((inspect.getdoc(one) or '').split())}"
+        (f"`{each}{_signature(one)}`", " ".join((inspect.getdoc(one) or "").split()))
         for each, one in vars(found).items()
         if isinstance(found, type) and not each.startswith("_") and inspect.isroutine(one) and inspect.getdoc(one)
     ]
     made = "" if isinstance(found, type) and issubclass(found, BaseException | dict) else _signature(found)
-    return "\n".join([f"### `{name}`\n", *([f"`{name}{made}`\n"] if made else []), f"{about}\n", *methods, ""])
+    table = [_table(("method", "what it does"), methods)] if methods else []
+    return "\n".join([f"### `{name}`\n", *([f"`{name}{made}`\n"] if made else []), f"{about}\n", *table])
 
 
 def _signature(found: Any) -> str:

@@ -14,7 +14,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run check test test-long test-part lint format docs wheel try-wheel bench soak train-embedded clean
+.PHONY: help run check test test-long test-part lint format docs site wheel try-wheel bench soak train-embedded clean
 
 help:
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{t = $$2; $$1 = $$2 = ""; printf "  make %-15s%s\n", t, $$0}'
@@ -69,6 +69,9 @@ docs: $(VENV)/.dev ## generate the documents that are made from the code
 	PYTHONPATH=tests/images/beside:$(VENV)/vision $(BIN)/python -m scripts.models_page --images
 	$(BIN)/python -m tests.serve.faults.table
 
+site: $(VENV)/.wheel ## the documentation as pages with a search, in build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "open build/site/index.html"
+
 wheel: $(VENV)/.wheel ## an sdist, and a wheel with compiled kernels for each processor that there is a compiler for, in dist/
 	@$(BIN)/python scripts/release.py $(ARGS)
 
@@ -119,5 +122,5 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@touch $(VENV)/.run $@
 
 $(VENV)/.wheel: $(VENV)/.dev
-	@$(PIP) --quiet -e '.[release]'
+	@$(PIP) --quiet -e '.[release,site]'
 	@touch $@

@@ -17,7 +17,7 @@ EXTRA = [
     for r in PROJECT["optional-dependencies"][extra]
 ]
 OF_TRANSFORMERS = [Requirement(r) for r in PROJECT["optional-dependencies"]["images"]]  # imported there only
-TOOLS = [*PROJECT["optional-dependencies"]["dev"], *PROJECT["optional-dependencies"]["release"]]
+TOOLS = [r for extra in ("dev", "release", "site") for r in PROJECT["optional-dependencies"][extra]]
 DEV = [Requirement(r) for r in TOOLS if not r.startswith("kvcellar")]
 OTEL = ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 IMPORTED_AS = {"pillow": "PIL", "pyzmq": "zmq", **dict.fromkeys(OTEL, "opentelemetry")}

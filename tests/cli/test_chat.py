@@ -96,7 +96,7 @@ def commands_are_told_where_they_are_wrong(terminal):
     assert "cells in use" in shown
     assert re.search(r"conversation  3 turns, \d+ tokens; it ends: ", shown)
     assert "max_tokens 3" in shown
-    assert 5 < sum(line.startswith("  ") for line in shown.splitlines()) <= 10
+    assert 5 < sum(line.startswith("  ") for line in shown.rpartition("/show")[2].splitlines()) <= 10
     assert "max_tokens 3" in type_line(terminal, "/set", r"sampling .*\n")
 
 

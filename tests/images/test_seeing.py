@@ -131,6 +131,16 @@ def test_features_that_a_completion_in_decode_sees_stay_until_its_request_is_ove
     assert (seeing.bytes, seeing.end(other, 4)) == (HELD, 4)
 
 
+def test_what_is_behind_the_last_token_that_sees_it_makes_room_for_another_prompt() -> None:
+    seeing, one, other = crossing_of(2 * HELD), crossed_of(1, -2, 2, -2), crossed_of(3, -2)
+    encode_all(seeing, [one])
+    one.computed, one.status = 5, Status.DECODE  # it sees the second one only
+    assert seeing.missing([one, other]) is None
+    seeing.evict([one, other])
+    assert seeing.bytes == HELD
+    assert seeing.missing([one, other]) == (other, 0)
+
+
 def test_what_resumes_behind_an_image_needs_its_features() -> None:
     seeing, one = crossing_of(9 * HELD), crossed_of(-1, 1, -2, 2, 3, -4)
     one.computed = 8  # from memory

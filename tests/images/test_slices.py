@@ -17,6 +17,7 @@ from kvcellar.engine.core.seeing import Seeing
 from kvcellar.engine.messages import Submission
 from kvcellar.engine.models.sliced import Sliced
 from kvcellar.engine.models.vision import Features, vision_of
+from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.images.image import ImageInput, with_rows
 from kvcellar.memory.cells.layouts import Causal
 from kvcellar.memory.prefix.node import key_of
@@ -293,6 +294,20 @@ def test_an_engine_that_is_closed_in_the_middle_ends_the_slices() -> None:
     images.world.loop.turn()
     assert not slices()
     assert heard.error is not None
+
+
+def test_an_image_that_its_network_cannot_show_ends_its_request_and_leaves_memory_as_it_was() -> None:
+    images = Images(streams=1, error=ModelRefused("the image is in two pieces"))
+    _, heard = images.submit(1)
+    prefixes = images.world.manager.cache.prefixes
+    images.until(lambda: heard.over)
+    assert isinstance(heard.error, BadRequest)
+    assert heard.error.message == "the image is in two pieces"
+    assert images.world.manager.cache.prefixes is prefixes
+    stream = images.world.requests[0].completions[0]
+    before = len(stream.tokens)
+    images.turns(3)
+    assert len(stream.tokens) == before + 3
 
 
 def test_an_error_of_a_tower_ends_its_request_only() -> None:

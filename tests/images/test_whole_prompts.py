@@ -43,7 +43,7 @@ def test_outputs_of_a_prompt_share_it(engine: Engine, pictures: Pictures) -> Non
 
 
 def test_what_needs_more_than_a_step_or_parts_of_a_prompt_is_refused(engine: Engine, pictures: Pictures) -> None:
-    with pytest.raises(BadRequest, match=f"tokens, which see each other, and a step at most {MOST}"):
+    with pytest.raises(BadRequest, match=f"which see each other, so that .* in windows: {MOST} at most"):
         asked(engine, pictures, (MOST + 1) * [7])
     with pytest.raises(BadRequest, match="see those behind them"):
         asked(engine, pictures, AFTER, prompt_logprobs=1)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import kvcellar
 from kvcellar import Attached, BadRequest, MemoryCache, ModelRefused
+from tests.images.seeing import pictures_of
 from tests.zoo import ARCHS
+from tests.zoo_test_support.images import PLACEHOLDER, inputs_of
 
 KINDS = ("llama", "qwen2-sliding", "llama4", "lfm2", "mamba", "deepseek-v3", "bloom")
 EVERY = tuple(name for name in ARCHS if name not in KINDS)
@@ -227,6 +229,7 @@ def test_an_error_leaves_a_memory_that_can_be_used(model: PreTrainedModel) -> No
         generate(model, PROMPT.roll(7, 1), broken)
     hook.remove()
     assert broken.keep() == 0
+    assert torch.equal(generate(model, PROMPT.roll(9, 1), broken), generate(model, PROMPT.roll(9, 1)))  # begins anew
     memory.check()
     assert torch.equal(generate(model, PROMPT, memory.cache()), generate(model, PROMPT))
     assert torch.equal(generate(model, PROMPT.roll(7, 1), memory.cache()), generate(model, PROMPT.roll(7, 1)))
@@ -319,8 +322,6 @@ def test_a_cache_does_what_transformers_does() -> None:
 def test_what_cannot_work_is_refused_with_what_to_do() -> None:
     model: Any = built("llama")
     memory = kvcellar.attach(model)
-    with pytest.raises(BadRequest, match="attached"):
-        kvcellar.attach(model)
     with pytest.raises(BadRequest, match="DynamicCache"):
         model.generate(inputs_embeds=model.get_input_embeddings()(PROMPT), past_key_values=memory.cache(), **HOW)
     with pytest.raises(BadRequest, match="DynamicCache"):
@@ -335,3 +336,89 @@ def test_what_cannot_work_is_refused_with_what_to_do() -> None:
     model.train()
     with pytest.raises(BadRequest, match="eval"):
         generate(model, PROMPT, memory.cache())
+    model.eval()
+    model.bfloat16()
+    with pytest.raises(BadRequest, match=r"was cpu torch\.float32 when the memory was attached"):
+        generate(model, PROMPT, memory.cache())
+    model.float()
+    model.generate = lambda: None
+    with pytest.raises(BadRequest, match="a generate"):
+        kvcellar.attach(model)
+
+
+def test_what_is_computed_of_images_is_not_shared() -> None:
+    pictures = pictures_of("llava")
+    memory = kvcellar.attach(pictures.model)
+    ids = torch.tensor([[5, 6, *[PLACEHOLDER] * pictures.one.rows, 7, 8]])
+    images = inputs_of([pictures.one])
+    with pytest.raises(BadRequest, match="pixel_values depends on more than tokens"):
+        pictures.model.generate(ids, **images, past_key_values=memory.cache(), **HOW)
+    assert memory.cache(ids).get_seq_length() == 0
+    with pytest.raises(BadRequest, match="mm_encoder_outputs depends on more than tokens"):
+        pictures.model(ids, mm_encoder_outputs={"image": 1}, past_key_values=memory.cache())
+
+
+def test_a_model_has_one_memory_after_the_other_and_so_has_its_copy() -> None:
+    model: Any = built("llama")
+    first, expected = kvcellar.attach(model), generate(model, PROMPT)
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        with kvcellar.attach(one) as memory:
+            turns(one, memory)
+        assert "generate" not in vars(one)
+        assert not one._forward_hooks
+        assert torch.equal(generate(one, PROMPT), expected)
+    first.check()
+
+
+def test_each_row_of_a_batch_is_compared_with_what_a_cache_has() -> None:
+    model = built("llama")
+    memory = kvcellar.attach(model)
+    cache = memory.cache()
+    answer = generate(model, PROMPT, cache)
+    rows = torch.cat([torch.cat([one, PROMPT[:, 3:6]], 1) for one in (answer, answer.roll(1, 1), answer.roll(2, 1))])
+    assert torch.equal(generate(model, rows, cache), generate(model, rows))
+    memory.check()
+
+
+def test_what_did_not_see_a_column_is_not_kept() -> None:
+    model: Any = built("llama")
+    memory = kvcellar.attach(model)
+    cache = memory.cache(PROMPT)
+    with torch.no_grad():
+        model(PROMPT[:, :20], past_key_values=cache)
+        mask = torch.ones(1, 40, dtype=torch.long)
+        mask[:, 5] = 0
+        model(PROMPT[:, 20:], attention_mask=mask, past_key_values=cache)
+    assert cache.keep() == 0
+    assert memory.cache(PROMPT).get_seq_length() == 0
+
+
+def test_padding_is_that_of_the_model_where_a_config_does_not_say_it() -> None:
+    model: Any = built("lfm2")
+    model.generation_config.pad_token_id = 0
+    rows = torch.cat([torch.cat([torch.zeros_like(PROMPT[:, :7]), PROMPT[:, :33]], 1), PROMPT])
+    config = GenerationConfig(max_new_tokens=5, do_sample=False)
+    expected = model.generate(rows, generation_config=config)
+    memory = kvcellar.attach(model)
+    for _ in range(2):
+        assert torch.equal(model.generate(rows, generation_config=config, past_key_values=memory.cache()), expected)
+
+
+def test_what_autocast_has_computed_is_not_read_without_it() -> None:
+    model = built("llama")
+    memory = kvcellar.attach(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(model, PROMPT, memory.cache())
+    cache = memory.cache()
+    assert torch.equal(generate(model, PROMPT, cache), generate(model, PROMPT))
+    assert cache.recalls[0].restored == 0
+
+
+def test_a_recurrent_cache_begins_anew_with_other_rows() -> None:
+    model = built("lfm2")
+    memory = kvcellar.attach(model)
+    cache = memory.cache()
+    generate(model, PROMPT, cache)
+    rows = torch.cat([PROMPT.roll(at, 1) for at in (1, 2, 3)])
+    assert torch.equal(generate(model, rows, cache), generate(model, rows))

@@ -147,11 +147,21 @@ class Chat:
     def _complete(self, text: str) -> None:
         asked = [*self._images, text] if self._images else self._form.parse(text)
         self._images.clear()
-        with _interrupting(self._session.stop) as interrupted:
-            for part in self._form.texts(self._session.stream(asked, **self._sampling)):
-                click.echo(part, nl=False)
+        before = self._session.last
+        try:
+            with _interrupting(self._session.stop) as interrupted:
+                for part in self._form.texts(self._session.stream(asked, **self._sampling)):
+                    click.echo(part, nl=False)
+        except KeyboardInterrupt:
+            click.echo("\n[interrupted; this turn was removed]")
+            return
+        last = self._session.last
+        if interrupted and last is not None and last is not before and not last.token_ids:
+            self._session.rewind()
+            click.echo("\n[interrupted before the answer began; this turn was removed]")
+            return
         click.echo("\n[interrupted; what has come of the answer is kept]" if interrupted else "")
-        if (last := self._session.last) is not None and not self._quiet:
+        if last is not None and not self._quiet:
             click.secho(cost_line(last), dim=True)
             if last.recall is not None:
                 click.secho(f"  {reason_of(asdict(last.recall))}", dim=True)
@@ -266,7 +276,7 @@ class Chat:
         click.echo(f"  model         {model.name}, {model.architecture}, {model.dtype} on {model.device}")
         click.echo(f"  context       {counted(model.context, 'token')}")
         click.echo(f"  conversation  {self._stands()}")
-        click.echo(f"  memory        {self._engine.capacity()}")
+        click.echo(f"  memory        {self._engine.capacity().splitlines()[0]}")
         for group in stats.groups:
             backend = group.backend or "the model itself"
             click.echo(f"  {group.name:13} {group.used} of {group.cells} cells in use, attention by {backend}")
@@ -282,13 +292,15 @@ class Chat:
 
 
 @contextmanager
-def _interrupting(stop: Callable[[], None]) -> Iterator[list[int]]:
-    """Ctrl-C calls `stop` meanwhile, and raises nothing; it is in the list then."""
+def _interrupting(stop: Callable[[], bool]) -> Iterator[list[int]]:
+    """Ctrl-C calls `stop` meanwhile; it is in the list then. Where that stops nothing, and the second time, it raises
+    `KeyboardInterrupt` as ever."""
     pressed = list[int]()
 
     def press(number: int, _: object) -> None:
         pressed.append(number)
-        stop()
+        if len(pressed) > 1 or not stop():
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, press)
     try:

@@ -109,11 +109,12 @@ class Session:
             keep = self._conversations.create if new else self._conversations.save
             keep(name, self._transcript)
 
-    def stop(self) -> None:
-        """End the running turn, if there is one, with what of its answer has come: it is added to the session. From any
-        thread."""
+    def stop(self) -> bool:
+        """End the running turn with what of its answer has come: it is added to the session. From any thread. False:
+        there is none."""
         if (ticket := self._ticket) is not None:
             ticket.cancel()
+        return ticket is not None
 
     def close(self) -> None:
         """End the session. A running turn is cancelled. Idempotent."""

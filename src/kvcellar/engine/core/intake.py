@@ -61,9 +61,9 @@ class ImageRules:
         images = PromptImages(
             prompt, submission.images, ahead=self.ahead, whole_prompt=bool(self.whole), crossed=self.crossed
         )
-        if self.in_front and (images.spans[-1].start or images.count == len(prompt)):
+        if self.in_front and images.spans and (images.spans[-1].start or images.count == len(prompt)):
             raise BadRequest("this model takes one image, in front of a text", "messages")
-        if self.ahead and (longest := max(map(len, images.spans))) > self.step_tokens:
+        if self.ahead and (longest := max(map(len, images.spans), default=0)) > self.step_tokens:
             raise BadRequest(
                 f"an image has {longest} tokens, which see each other, and a step at most {self.step_tokens}. Send a "
                 f"smaller one, or raise step_tokens",
@@ -74,9 +74,10 @@ class ImageRules:
     def _check_whole(self, tokens: int, submission: Submission) -> None:
         if tokens > self.whole:
             raise BadRequest(
-                f"the prompt has {tokens} tokens, which see each other, and a step at most {self.whole} of such a "
-                f"prompt. Send a shorter one, or raise step_tokens",
-                "messages",
+                f"the prompt has {tokens} tokens, which see each other, so that a step has to have all of them, in "
+                f"windows: {self.whole} at most. Send a shorter one",
+                "prompt",
+                hint="step_tokens is how many tokens a step has",
             )
         if submission.params.prompt_logprobs is not None:
             raise BadRequest(

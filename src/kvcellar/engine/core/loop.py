@@ -34,7 +34,15 @@ from kvcellar.engine.core.request import Completion, Request, Scheduled, Status
 from kvcellar.engine.core.runner import Runner
 from kvcellar.engine.core.scheduler import Scheduler
 from kvcellar.engine.core.sequence_manager import SequenceManager
-from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
+from kvcellar.errors import (
+    BadRequest,
+    CacheFull,
+    EngineClosed,
+    EngineFailed,
+    KvcellarError,
+    ModelRefused,
+    WrongStage,
+)
 from kvcellar.events import FinishReason
 
 T = TypeVar("T")
@@ -350,12 +358,15 @@ class Loop:
         seeing, running = self.manager.seeing, self.scheduler.running
         if seeing is None:
             return
+        seeing.evict(running)  # running prompts have passed images since the last time
         if (found := seeing.missing(running)) is None:
             seeing.abandon()
             return
         began = self._clock()
         try:
             seeing.encode(*found, running, self.scheduler.between())
+        except ModelRefused as error:  # of this image, before anything of it was computed in memory
+            self.end(found[0], BadRequest(str(error), "messages"))
         except Exception as error:  # noqa: BLE001 - logged, and given to its request
             self._failures.record("encoding an image", found[0].request, error)
             self._recover()

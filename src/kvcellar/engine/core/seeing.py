@@ -8,8 +8,8 @@ runs that sees it; one that resumes behind an image whose features are gone enco
 
 Always true:
   * `bytes` are those of all features that are kept: less than `most`, beside one image, before each that is encoded
-    ahead of need; beyond that there is one image for each running prompt that comes to it next, or by cross-attention,
-    those that the first running completion with images sees or comes to next;
+    ahead of need; beyond that there is one image for each running prompt that comes to it next, of one that is computed
+    whole all, or by cross-attention those that the first running completion with images sees or comes to next;
   * features that a completion in decode sees are kept;
   * at most one image is being encoded, whose features are not kept; none while the engine rests;
   * the features of an image do not depend on the text around it: the self-test has shown that for this model.
@@ -104,8 +104,8 @@ class Seeing:
             self._begun = None
 
     def evict(self, running: Sequence[Completion]) -> None:
-        """Free features that are not needed, down to as many as are allowed."""
-        if self.bytes <= self.most:
+        """Free features that are not needed, down to fewer than are allowed."""
+        if self.bytes < self.most:
             return
         needed = {
             one.request.images.inputs[index].digest
@@ -114,7 +114,7 @@ class Seeing:
             for index in one.request.images.needed(one.computed)
         }
         for digest in [one for one in self._features if one not in needed]:
-            if self.bytes <= self.most:
+            if self.bytes < self.most:
                 return
             self.bytes -= self._features.pop(digest).bytes
 

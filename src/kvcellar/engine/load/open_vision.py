@@ -51,7 +51,7 @@ def _tested(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput) 
     if len(places) != image.rows or not places:
         return f"its processor writes {len(places)} placeholders for an image of {image.rows} rows", frozenset()
     if vision.sees is not None and image.rows > 1:
-        return f"an image is {image.rows} tokens, and its layers attend to images beside these", frozenset()
+        return f"an image is {image.rows} tokens; with cross-attention it has to be one", frozenset()
     inputs = {one.name: torch.tensor(one.array(), device=guest.device) for one in image.arrays}
     inputs = {name: one.to(guest.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
     ids = tokens[places[0] : places[-1] + 1]

@@ -19,7 +19,7 @@ Always true between two calls:
 import copy
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from types import MethodType
 from typing import Any, Self
@@ -46,7 +46,12 @@ from kvcellar.memory.spans import Span
 
 STEP = 512  # tokens that are written to memory at once
 BEHIND = -1  # stands for a token behind a text, since the last token of a key is never restored
-_GIVEN = frozenset({"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "cache_position"})
+_GIVEN = frozenset(  # what may be a tensor, or have a length
+    {
+        "input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "cache_position",
+        "past_key_values", "cache_params",
+    }
+)  # fmt: skip
 
 
 # Of some columns, [B,T] each: ids, whether they are tokens or padding, and positions.
@@ -108,7 +113,11 @@ class MemoryCache(DynamicCache):
             self._kept = min(self._kept, self._columns)
 
     def reset(self) -> None:
-        super().reset()
+        layers = new_layers(self.owner.model)  # those of recurrent layers would keep the rows of their batch
+        for layer, new in zip(self.layers, layers, strict=True):
+            if getattr(layer, "record_past", False):  # assisted generation has asked for it
+                new.record_past = True
+        self.layers = layers
         self._empty()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemoryCache":
@@ -151,11 +160,18 @@ class MemoryCache(DynamicCache):
         real = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
         if places is None:
             places = torch.arange(self._columns, self._columns + ids.shape[1], device=ids.device)[None]
-        if real.dim() != 2 or places.dim() != 2:  # it is not known what was seen: no row of it is kept
+        hidden = mask is not None and self._hides(mask)
+        if hidden or real.dim() != 2 or places.dim() != 2:  # it is not known what was seen: no row of it is kept
             real = places = torch.zeros_like(ids)
         self._log.append((ids, real, places.expand(ids.shape)))
         self._columns += ids.shape[1]
         self._running = False
+
+    def _hides(self, mask: Tensor) -> bool:
+        """Whether a mask of all columns hides some of those before, or shows padding."""
+        if not self._columns or mask.dim() != 2 or mask.shape[1] <= self._columns:
+            return False
+        return not bool((mask[:, : self._columns].bool() == self._all()[1]).all())
 
     def _all(self) -> Columns:
         ids, real, places = (torch.cat(parts, 1) for parts in zip(*self._log, strict=True))
@@ -167,6 +183,8 @@ class MemoryCache(DynamicCache):
     def begin(self, ids: Tensor, mask: Tensor | None, *, copies: int = 1, compute: bool = True) -> None:
         """Read what memory has of prompts [B,L], unless the cache already has a beginning of them. With `compute`, and
         where later calls need a checkpoint or rows are equal, compute the prompts but for their last token."""
+        if self._running or lengths(self.layers) - {self._columns}:  # a forward failed, some layers have its columns
+            self.reset()
         ids = ids.to(device := self.owner.model.device)
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
         if real.shape != ids.shape:
@@ -197,11 +215,11 @@ class MemoryCache(DynamicCache):
 
     def _begins(self, ids: Tensor, real: Tensor) -> bool:
         """Whether the columns are the first of these, and not all."""
-        own, theirs = self._all(), (ids, real)
         if (n := self._columns) >= ids.shape[1] or len(ids) % self.rows:
             return False
-        given, tokens = (x[:: len(ids) // self.rows, :n] for x in theirs)
-        return bool((((own[0] == given) | ~tokens) & (own[1] == tokens)).all())
+        own, flags = (one.repeat_interleave(len(ids) // self.rows, 0) for one in self._all()[:2])
+        given, tokens = ids[:, :n], real[:, :n]
+        return bool((((own == given) | ~tokens) & (flags == tokens)).all())
 
     def _read(self, ids: Tensor, real: Tensor, starts: Sequence[int]) -> None:
         texts = [row[start:] for row, start in zip(ids.tolist(), starts, strict=True)]
@@ -216,6 +234,11 @@ class MemoryCache(DynamicCache):
         if len(starts) == 1 and not self.owner.kept.anywhere:
             wanted |= self._parts
         return sorted(end for end in wanted if max(self._columns, *starts) < end < length)
+
+    def end(self) -> None:
+        """Of a call of `generate`: what it has computed is kept."""
+        self._prompt = 0
+        self.keep()
 
     @torch.no_grad()
     def keep(self) -> int:
@@ -243,14 +266,14 @@ class Attached:
         self.model, self.kept, self.memory = model, kept, memory
         self.prefixes = PrefixCache(memory, in_parts=False)
         accepts = inspect.signature(model.forward).parameters
-        self._accepts, self._names = frozenset(accepts), tuple(accepts)
+        self.accepts, self._names = frozenset(accepts), tuple(accepts)
         self.counts = "position_ids" in accepts  # else its positions follow from the mask, or it has none
         self._context = context_of(model)
         self._weights = self.versions()
-        self._hooks = [
-            model.register_forward_pre_hook(_before, with_kwargs=True),
-            model.register_forward_hook(_after, with_kwargs=True),
-        ]
+        self._place = model.device, model.dtype
+        _strip(model)
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        model.register_forward_hook(_after, with_kwargs=True)
         vars(model)["generate"] = MethodType(generate, model)
 
     def cache(
@@ -272,9 +295,7 @@ class Attached:
 
     def detach(self) -> None:
         """Make the model what it was. Caches of this memory are of no use then."""
-        for hook in self._hooks:
-            hook.remove()
-        vars(self.model).pop("generate", None)
+        _strip(self.model)
         self.prefixes.reset()
 
     def __enter__(self) -> Self:
@@ -292,21 +313,33 @@ class Attached:
 
     def named(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a forward by name. Raises `BadRequest` for one whose columns are not tokens alone."""
-        if model is not self.model:
-            raise BadRequest("this cache is of a memory that is attached to another model; attach() one to this model")
-        _check_mode(model)
         given = self.names(args) | kwargs
+        self.check_given(model, given)
         if given.get("input_ids") is None:
             raise BadRequest(
                 "a cache of an attached memory needs input_ids: use transformers' DynamicCache for embeddings"
             )
-        others = [n for n, value in given.items() if isinstance(value, Tensor) and n not in _GIVEN]
+        return given
+
+    def check_given(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+        """Raise `BadRequest` where keys and values would depend on more than tokens, or memory cannot take them."""
+        if model is not self.model:
+            raise BadRequest("this cache is of a memory that is attached to another model; attach() one to this model")
+        _check_mode(model)
+        if (model.device, model.dtype) != self._place:
+            now, then = (" ".join(map(str, one)) for one in ((model.device, model.dtype), self._place))
+            raise BadRequest(f"the model is {now} now, and was {then} when the memory was attached: attach() another")
+        others = [
+            name
+            for name, value in given.items()
+            if name not in _GIVEN
+            and (isinstance(value, Tensor) or (isinstance(value, Collection) and value and not isinstance(value, str)))
+        ]
         if others:
             raise BadRequest(
                 f"what is computed with {' and '.join(others)} depends on more than tokens, so it is not shared: leave "
                 f"it out, or use transformers' DynamicCache"
             )
-        return given
 
     def names(self, args: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self._names, args, strict=False))
@@ -318,11 +351,11 @@ class Attached:
                 end = at + 1 - ids.shape[1]
                 self.compute(cache, ids[:, at : at + 1], real[:, : end or None])
             return
-        given: dict[str, Any] = {"input_ids": ids, "use_cache": True, cache_argument(self._accepts): cache}
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": True, cache_argument(self.accepts): cache}
         given["attention_mask"] = None if bool(real.all()) else real.long()
         if self.counts:
             given["position_ids"] = _places(real)[:, -ids.shape[1] :]
-        if "logits_to_keep" in self._accepts:
+        if "logits_to_keep" in self.accepts:
             given["logits_to_keep"] = 1
         self.model(**given)
 
@@ -391,8 +424,11 @@ class Attached:
                 raise CacheFull(ROWS, 1, 0, unit="rows")
 
     def versions(self) -> int:
-        """Changes with each update of a weight that torch counts."""
-        return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()))
+        """Changes with each update of a weight that torch counts, and where autocast computes in another type."""
+        device = self.model.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        weights = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters())
+        return hash((weights, autocast))
 
     def _follow_weights(self) -> None:
         if (now := self.versions()) != self._weights:
@@ -409,8 +445,8 @@ def check_attachable(model: Any) -> None:
     network: Any = model  # whose mixin is not typed
     if not network._supports_default_dynamic_cache():
         raise ModelRefused(f"{type(model).__name__} keeps its state outside of transformers' caches")
-    if "generate" in vars(model):
-        raise BadRequest("a memory is attached to this model already: detach() it, or use its cache()")
+    if vars(model).get("generate", generate) is not generate and not _is_ours(vars(model)["generate"]):
+        raise BadRequest("the model has a generate() of its own, which would not read a memory; take that off it")
     if len(devices := sorted({str(p.device) for p in model.parameters()})) > 1:
         raise ModelRefused(f"its weights are on {' and '.join(devices)}; a memory is on one device")
     _check_mode(model)
@@ -432,6 +468,19 @@ def _check_mode(model: nn.Module) -> None:
 
 
 # -- what a model gets: no state, so that it can be copied and pickled as before ---------------------------------------
+
+
+def _strip(model: PreTrainedModel) -> None:
+    """Take off what a memory has put on a model, or on the one that it is a copy of."""
+    for hooks, own in ((model._forward_pre_hooks, _before), (model._forward_hooks, _after)):
+        for key in [key for key, hook in hooks.items() if hook is own]:
+            del hooks[key]
+    if _is_ours(vars(model).get("generate")):
+        del vars(model)["generate"]
+
+
+def _is_ours(method: Any) -> bool:
+    return isinstance(method, MethodType) and method.__func__ is generate
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryCache | None:
@@ -456,21 +505,30 @@ def generate(self: Any, inputs: Tensor | None = None, generation_config: Any = N
     if cache is None:
         return plain(self, inputs, generation_config, *args, **kwargs)
     ids = inputs if inputs is not None else kwargs.get("input_ids")
+    forwarded = {name: one for name, one in kwargs.items() if name in cache.owner.accepts or isinstance(one, Tensor)}
+    cache.owner.check_given(self, forwarded)
     if ids is not None:
-        _check_mode(self)
-        config = generation_config or self.generation_config
-        counts = (kwargs.get(name, getattr(config, name)) or 1 for name in ("num_beams", "num_return_sequences"))
+        counts = (
+            _setting(self, name, generation_config, kwargs) or 1 for name in ("num_beams", "num_return_sequences")
+        )
         mask = kwargs.get("attention_mask")
-        cache.begin(ids, mask if mask is not None else _mask_of(ids, config, kwargs), copies=max(counts))
+        mask = _mask_of(self, ids, generation_config, kwargs) if mask is None else mask
+        cache.begin(ids, mask, copies=max(counts))
     try:
         return plain(self, inputs, generation_config, *args, **{"use_cache": True, **kwargs})
     finally:
-        cache.keep()
+        cache.end()
 
 
-def _mask_of(ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor | None:
+def _setting(model: Any, name: str, config: Any, kwargs: dict[str, Any]) -> Any:
+    """Of a call of `generate`: fields that a config leaves out are those of the model's."""
+    found = (one for one in (kwargs.get(name), getattr(config, name, None)) if one is not None)
+    return next(found, getattr(model.generation_config, name))
+
+
+def _mask_of(model: Any, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """The mask that transformers makes where none is given."""
-    pad, ends = (kwargs.get(name, getattr(config, name)) for name in ("pad_token_id", "eos_token_id"))
+    pad, ends = (_setting(model, name, config, kwargs) for name in ("pad_token_id", "eos_token_id"))
     if pad is None or pad in (ends if isinstance(ends, list) else [ends]) or not bool((ids == pad).any()):
         return None
     return ids != pad

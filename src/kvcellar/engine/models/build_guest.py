@@ -49,9 +49,9 @@ def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
         "solo": lambda: _solo(model, backends, refused["flat"]),
     }
     model.eval()
-    with_no_image(model)
     with silence_transformers():
         try:
+            with_no_image(model)
             reference = _reference(model)
         except MODEL_ERRORS as error:
             said = str(error) if isinstance(error, ModelRefused) else f"its own forward fails. {reason_of(error)}"

@@ -181,8 +181,8 @@ def _looks_ahead(rule: Any, local_size: int | None, places: Tensor) -> bool:
     if not bool(seen.all()) or (local_size is not None and len(places) > local_size and bool(first)):
         window = f" with a window of {local_size}" if local_size is not None else ""
         raise ModelRefused(
-            f"which of {len(places)} tokens see each other{window} is not as memory can have it: what sees both ways "
-            f"has to be in one piece, and to fit in windows"
+            f"of an image, {len(places)} tokens{window} see each other in several pieces, or beyond the window: what "
+            f"sees both ways has to be in one piece, and to fit in windows"
         )
     return True
 
@@ -327,15 +327,13 @@ class Vision:
         """What the network gets for the same image twice, and its logits [T,V]. Pixels of several images are joined
         along the first axis, or where its forward fails then, along the last one (patches in a row); with
         cross-attention, along the second one."""
-        for axis in (0, -1):
-            axes = {name: axis if one.is_floating_point() else 0 for name, one in inputs.items()}
-            if self.sees is not None:
-                axes = dict.fromkeys(inputs, 1)
+        for axis in (0, -1) if self.sees is None else (1,):
+            axes = {name: axis if one.is_floating_point() or axis == 1 else 0 for name, one in inputs.items()}
             twice = {name: torch.cat([one, one], axes[name]) for name, one in inputs.items() if one.dim()}
             try:
                 return twice, self.logits(ids, twice, drawn)
             except (RuntimeError, ValueError, LookupError):
-                if axis:
+                if axis:  # the last way
                     raise
         raise AssertionError("unreachable")
 

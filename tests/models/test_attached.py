@@ -362,10 +362,13 @@ def test_a_model_has_one_memory_after_the_other_and_so_has_its_copy() -> None:
     model: Any = built("llama")
     first, expected = kvcellar.attach(model), generate(model, PROMPT)
     twin = copy.deepcopy(model)
+    with pytest.raises(BadRequest, match="attached to this model already"):
+        kvcellar.attach(model)
+    first.detach()
     for one in (model, twin):
         with kvcellar.attach(one) as memory:
             turns(one, memory)
-        assert "generate" not in vars(one)
+        assert {"generate", "_kvcellar_attached"}.isdisjoint(vars(one))
         assert not one._forward_hooks
         assert torch.equal(generate(one, PROMPT), expected)
     first.check()

@@ -21,8 +21,8 @@ def attach(model: "PreTrainedModel", *, cache_bytes: int = 1 << 30) -> Attached:
         memory = kvcellar.attach(model)
         model.generate(**inputs, past_key_values=memory.cache())
 
-    Raises `ModelRefused` for a model that keeps what no memory can share, `BadRequest` for one in training mode or
-    attached before, and `CapacityTooSmall`.
+    Raises `ModelRefused` for a model that keeps what no memory can share, `BadRequest` for one in training mode,
+    with a memory or with a `generate` of its own, and `CapacityTooSmall`.
     """
     check_attachable(model)
     kept, device = kept_of(model), model.device

@@ -45,6 +45,7 @@ from kvcellar.memory.prefixes import Prefix
 from kvcellar.memory.spans import Span
 
 STEP = 512  # tokens that are written to memory at once
+ATTACHED = "_kvcellar_attached"  # an attribute: the id of the model that has a memory
 BEHIND = -1  # stands for a token behind a text, since the last token of a key is never restored
 _GIVEN = frozenset(  # what may be a tensor, or have a length
     {
@@ -275,6 +276,7 @@ class Attached:
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True)
         vars(model)["generate"] = MethodType(generate, model)
+        vars(model)[ATTACHED] = id(model)
 
     def cache(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, namespace: str = ""
@@ -445,8 +447,10 @@ def check_attachable(model: Any) -> None:
     network: Any = model  # whose mixin is not typed
     if not network._supports_default_dynamic_cache():
         raise ModelRefused(f"{type(model).__name__} keeps its state outside of transformers' caches")
-    if vars(model).get("generate", generate) is not generate and not _is_ours(vars(model)["generate"]):
+    if "generate" in vars(model) and not _is_ours(vars(model)["generate"]):
         raise BadRequest("the model has a generate() of its own, which would not read a memory; take that off it")
+    if vars(model).get(ATTACHED) == id(model):  # a copy has that of the other
+        raise BadRequest("a memory is attached to this model already: detach() it, or use its cache()")
     if len(devices := sorted({str(p.device) for p in model.parameters()})) > 1:
         raise ModelRefused(f"its weights are on {' and '.join(devices)}; a memory is on one device")
     _check_mode(model)
@@ -477,6 +481,7 @@ def _strip(model: PreTrainedModel) -> None:
             del hooks[key]
     if _is_ours(vars(model).get("generate")):
         del vars(model)["generate"]
+    vars(model).pop(ATTACHED, None)
 
 
 def _is_ours(method: Any) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar import Engine
+from kvcellar.engine.messages import ListEntries
 from kvcellar.errors import BadRequest
 from tests.images.seeing import Pictures, asked, engine_of, pictures_of
 
@@ -47,3 +48,10 @@ def test_what_needs_more_than_a_step_or_parts_of_a_prompt_is_refused(engine: Eng
         asked(engine, pictures, (MOST + 1) * [7])
     with pytest.raises(BadRequest, match="see those behind them"):
         asked(engine, pictures, AFTER, prompt_logprobs=1)
+
+
+def test_an_entry_of_such_a_prompt_names_no_adapter(engine: Engine, pictures: Pictures) -> None:
+    asked(engine, pictures, pictures.one, AFTER).result()
+    entries = [one for part in engine._client.parts(ListEntries("device", None)) for one in part]
+    assert entries
+    assert {(one["namespace"], one["adapter"]) for one in entries} == {("", "")}

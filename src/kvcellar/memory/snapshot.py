@@ -51,8 +51,9 @@ def requested(namespace: str) -> str:
 
 
 def adapter_of(namespace: str) -> str:
-    """The digest of the adapter of a namespace; "": none."""
-    return namespace.removeprefix(ADAPTED).partition(":")[0] if namespace.startswith(ADAPTED) else ""
+    """The digest of the adapter of a namespace; "": none. What is behind a "/" tells apart what was computed with it."""
+    name = namespace.removeprefix(ADAPTED).partition(":")[0] if namespace.startswith(ADAPTED) else ""
+    return name.partition("/")[0]
 
 
 def key_after(parent: bytes | None, *, identity: bytes, namespace: str, tokens: bytes, secret: bytes = b"") -> bytes:

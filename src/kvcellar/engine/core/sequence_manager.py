@@ -132,8 +132,10 @@ class SequenceManager:
     def shares(self, completion: Completion, prompts: Sequence[Completion]) -> bool:
         """Whether one of the running `prompts` is about to compute tokens that a waiting completion needs, too: then it
         waits for them. The running one leaves a checkpoint where they diverge, so this is called before it goes on. It
-        waits for older requests only: else younger ones could overtake it without end. Costs the tokens that they share
-        once, and then the number of prompts."""
+        waits for older requests only: else younger ones could overtake it without end, and not for a prompt that has to
+        be computed whole. Costs the tokens that they share once, and then the number of prompts."""
+        if completion.request.images is not None and completion.request.images.digest:
+            return False
         waiting, space = self._of(completion), completion.request.space
         for other in prompts:
             found = self._running.get(other.seq or 0)
@@ -205,8 +207,9 @@ class SequenceManager:
             most = completion.reusable if request.prompt_reading is not None else None
             names = request.images.named(request.submission.image_places) if request.images is not None else ()
             recall = self.prefixes.explain(of_prompt, read=read, owner=request.retention.owner, most=most, images=names)
-            if request.images is not None and request.images.digest:
-                recall = replace(recall, reason="no checkpoint", detail=COMPUTED_WHOLE)
+            if request.images is not None and request.images.digest and not recall.restored:
+                whole = {"reason": "no checkpoint", "detail": COMPUTED_WHOLE}
+                recall = replace(recall, **whole, entry="", ours=(), theirs=(), image="")
             if (rewrite := request.submission.rewrite) is not None:
                 recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
             request.recall = recall

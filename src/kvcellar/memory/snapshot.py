@@ -51,7 +51,7 @@ def requested(namespace: str) -> str:
 
 
 def adapter_of(namespace: str) -> str:
-    """The digest of the adapter of a namespace; "": none. What is behind a "/" tells apart what was computed with it."""
+    """The digest of the adapter of a namespace; "": none. What is behind a "/" tells apart what it has computed."""
     name = namespace.removeprefix(ADAPTED).partition(":")[0] if namespace.startswith(ADAPTED) else ""
     return name.partition("/")[0]
 

@@ -8,9 +8,12 @@ import re
 import signal
 import threading
 
+import click
 import pytest
 
 from kvcellar import Engine
+from kvcellar.cli.main import COMMANDS, cli
+from kvcellar.cli.options import _OF_ENGINE, EVERYDAY
 from kvcellar.frontend.request_builder import RequestBuilder
 from kvcellar.sampling_params import SamplingParams
 from tests.cli.command import kvcellar, started
@@ -325,6 +328,29 @@ def test_help(words):
     ran = kvcellar(*words)
     assert "Usage: " in ran.out + ran.err
     assert ran.code == (0 if words else 2)
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "doctor", "list"])
+def test_help_has_everyday_options_first_and_says_how_to_see_the_others(command):
+    everyday, found = kvcellar(command, "--help").out, kvcellar(command, "--help-all")
+    assert "--help" in everyday
+    if "--help-all" not in everyday:
+        assert found.code == 2, "it has few options, all of which were shown"
+        return
+    (more,) = re.findall(r"(\d+) more options: .*--help-all", everyday)
+    options = [set(re.findall(r"^  (-\S+)", text, re.M)) for text in (everyday, found.out)]
+    assert options[0] < options[1]
+    assert len(options[1]) - len(options[0]) == int(more)
+    assert {"--cache-bytes", "--device", "--help"} <= options[0]
+    assert "more options" not in found.out
+
+
+def test_names_of_options_in_groups_are_those_of_options():
+    params = [
+        one.name for name in COMMANDS if (found := cli.get_command(click.Context(cli), name)) for one in found.params
+    ]
+    ours = {"_click_default_help", "help_all", "images", "replicas", "gateways"}  # of all commands, and of cluster's
+    assert {*EVERYDAY, *_OF_ENGINE} - ours <= set(params)
 
 
 def test_version():

@@ -63,8 +63,63 @@ SIZE = Written("size", _bytes, "a size like 800M, 1.5G or 512MiB")
 IDS = Written("ids", _ids, "token ids like 12,7,5")
 
 
+MANY = 24  # options of a command, above which --help shows those that are used every day
+EVERYDAY = frozenset(
+    {
+        "as_json", "system", "images", "max_tokens", "temperature", "top_p", "seed", "stop", "json_schema",
+        "store", "no_store", "store_remote", "cache_bytes", "context", "device", "weights", "threads", "draft",
+        "adapters", "pull", "quiet", "_click_default_help", "help_all", "host", "port", "api_key_file",
+        "admin_key_file", "allow_open", "inspector", "memory", "max_models", "log_format", "replicas",
+        "gateways",
+    }
+)  # fmt: skip
+_OF_ENGINE = frozenset(
+    {
+        "adapters", "attention", "cache_bytes", "context", "device", "draft", "draft_bytes", "draft_depth", "dtype",
+        "kv_dtype", "max_models", "max_sequences", "memory", "record", "step_tokens", "threads", "weights",
+    }
+)  # fmt: skip
+ALL = "kvcellar.help_all"  # in the context of a command: whether all options are shown
+
+
+def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+help_all = click.Option(
+    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Show all options."
+)
+
+
 class Command(click.Command):
-    """Reports a `BadRequest` that was raised for the value of an option as an error of that option."""
+    """Reports a `BadRequest` that was raised for the value of an option as an error of that option. Shows options in
+    groups: where there are many, those that are used every day, and with `--help-all` the others, too."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        params = super().get_params(ctx)
+        return [*params, help_all] if len(params) > MANY else params
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        params = self.get_params(ctx)
+        all_shown = help_all not in params or bool(ctx.meta.get(ALL))
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        left = 0
+        for param in params:
+            if not isinstance(param, click.Option) or (record := param.get_help_record(ctx)) is None:
+                continue
+            if all_shown or param.name in EVERYDAY:
+                groups.setdefault(_group_of(param.name or ""), []).append(record)
+            else:
+                left += 1
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+        if left:
+            formatter.write_paragraph()
+            formatter.write_text(f"{left} more options: {ctx.command_path} --help-all")
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -74,6 +129,15 @@ class Command(click.Command):
                 if isinstance(param, click.Option) and param.name == error.param:
                     raise click.BadParameter(str(error), ctx, param) from error
             raise
+
+
+def _group_of(name: str) -> str:
+    """The title below which --help has an option."""
+    if name in names_in("option") or name in ("json_schema", "regex", "choice", "grammar"):
+        return "What is drawn"
+    if name.startswith(("store", "no_store", "host_bytes", "tenant_share", "kv_events")):
+        return "What is kept outside of the device"
+    return "Model and memory" if name in _OF_ENGINE else "Options"
 
 
 def together(*options: Decorator) -> Decorator:

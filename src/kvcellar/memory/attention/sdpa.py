@@ -1,5 +1,5 @@
 """sdpa: attention in plain torch, on any device. On a CPU in products (`products.py`), where what counts is how much is
-computed and copied; elsewhere in few calls (`buckets.py`).
+computed and copied; elsewhere in few calls (`memory/attention/buckets.py`).
 """
 
 from typing import get_args
@@ -32,7 +32,7 @@ class Sdpa:
         return spec.unreadable(self.kinds)
 
     def fuses(self, device: torch.device) -> bool:
-        """Whether it attends in few calls there (`buckets.py`)."""
+        """Whether it attends in few calls there (`memory/attention/buckets.py`)."""
         return device.type != "cpu" if self._fused is None else self._fused
 
     def prepare(self, plan: GroupPlan, tables: StepTables) -> Bucket | Buckets | Products:

@@ -812,6 +812,11 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "an image has {} tokens, which see each other, and a step at most {}. Send a smaller one, or raise step_tokens": (
         "a model that takes images"
     ),
+    "this model takes one image, in front of a text": "a model that takes images: tests/images/test_prompt_images.py",
+    "the prompt has {} tokens, which see each other, so that a step has to have all of them, in windows: {} at most. "
+    "Send a shorter one": "likewise: tests/images/test_whole_prompts.py",
+    "tokens of a prompt see those behind them: they have no log-probabilities": "likewise",
+    "a system message needs a chat, and a model with a chat template": "Python: tests/engine/test_sessions.py",
     "image_bytes is {} of the {} bytes of {}": "start",
     "images need a chat template; send them without raw, to a model that has one": "a model that sees: test_images.py",
     "the chat template writes {} images, and the messages have {}": "likewise: tests/text/test_images.py",

@@ -296,6 +296,16 @@ def test_an_engine_that_is_closed_in_the_middle_ends_the_slices() -> None:
     assert heard.error is not None
 
 
+def test_what_a_running_prompt_has_passed_is_freed_where_no_more_may_be_kept() -> None:
+    images = Images(streams=0)
+    images.seeing.most = 1
+    request, heard = images.submit(1)
+    images.until(lambda: any(one.status is Status.DECODE for one in request.completions))
+    images.turns(1)
+    assert not heard.over
+    assert images.seeing.bytes == 0
+
+
 def test_an_image_that_its_network_cannot_show_ends_its_request_and_leaves_memory_as_it_was() -> None:
     images = Images(streams=1, error=ModelRefused("the image is in two pieces"))
     _, heard = images.submit(1)

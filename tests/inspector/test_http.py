@@ -101,6 +101,7 @@ def test_the_chat_needs_no_key_and_no_inspector_and_all_else_does(engine):
         for path in ("/", "/inspector/chat/app.js", "/inspector/data.js", "/inspector/vendor/preact-htm.js"):
             assert client.get(path, headers=BROWSER).status_code == 200, path
         assert client.get("/").status_code == 401
+        assert client.post("/", headers=BROWSER).status_code == 401, "only reading needs none"
         for path in ("/inspector", "/inspector/app.js", "/inspector/vendor/uplot.js", "/v1/models"):
             assert client.get(path, headers=BROWSER).status_code == 401, path
 
@@ -303,9 +304,9 @@ def test_many_pages_take_one_picture(plain, engine, monkeypatch):
     survey = type(engine.cache)
     picture = survey.picture
 
-    def counted(self: Any) -> Any:
+    def counted(self: Any, replica: str) -> Any:
         taken.append(1)
-        return picture(self)
+        return picture(self, replica)
 
     monkeypatch.setattr(survey, "picture", counted)
     monkeypatch.setattr(routes, "EVERY", 3600.0)

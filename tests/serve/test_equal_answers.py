@@ -200,6 +200,21 @@ def test_what_one_api_has_computed_the_others_read(http: httpx.Client, engine: E
 
 
 @pytest.mark.parametrize("engine", ["embedded"], indirect=True)
+def test_with_a_key_too_one_api_reads_what_another_has_computed(engine: Engine) -> None:
+    """APIs have several numbers of fields for users; where none is given, that makes no difference."""
+    settings = ServeSettings(port=0, key_digests=(key_digest("one"), key_digest("two")))
+    with Server(engine, settings) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+        cached: dict[str, list[int]] = {"one": [], "two": []}
+        engine.clear_cache()
+        for key, (route, (body, read)) in itertools.product(cached, ROUTES.items()):
+            asked = {"model": engine.model.name, "stream": False, **body}
+            told = read(http.post(route, json=asked, headers={"authorization": f"Bearer {key}"}), False)
+            cached[key].append(told.cached_tokens)
+    for first, *others in cached.values():
+        assert first == 0 < min(others)
+
+
+@pytest.mark.parametrize("engine", ["embedded"], indirect=True)
 def test_the_tokens_that_are_counted_are_those_that_the_message_counts(engine: Engine) -> None:
     """With a key and a user, too: their replies have the tokens that they were generated with, in other numbers than
     the tokenizer gives their text. What is longer than the context is refused by both."""

@@ -47,8 +47,9 @@ class Mounted:
     operations: Mapping[tuple[str, str], Operation] = field(default_factory=dict[tuple[str, str], Operation])
 
     def is_open(self, scope: Scope) -> bool:
-        """Whether a request needs no key: it is for a page, or a file of one."""
-        return scope["path"] in self.open and (scope["path"] != "/" or from_browser(scope))
+        """Whether a request needs no key: it reads a page, or a file of one."""
+        reads = scope["method"] in ("GET", "HEAD") and scope["path"] in self.open
+        return reads and (scope["path"] != "/" or from_browser(scope))
 
 
 Mount = Callable[[Shared], Mounted]

@@ -59,11 +59,14 @@ class Caller:
         return not (self.settings.share_prefixes and self.settings.key_digests)
 
     def namespace(self, salt: str | None, users: Sequence[str | None]) -> str:
-        """That of a salt and of names of users. Requests that have none of all this are in the empty one."""
+        """That of a salt and of names of users. Requests that have none of all this are in the empty one. Names that
+        are missing at the end change nothing: APIs have several numbers of them."""
         share = self.settings.share_prefixes
         key = b"" if share else api_key(self.scope) or b""
         names = [salt, *(() if share else users)]
-        if not key and not any(names):
+        while names and not names[-1]:
+            names.pop()
+        if not key and not names:
             return ""
         digest = blake2b(digest_size=16, person=b"kvcellar-name")
         for part in (key, *((name or "").encode() for name in names)):

@@ -119,7 +119,7 @@ def _tokenized(engine: Engine, body: TokenizeBody, caller: Caller, *, limit: int
     if body.prompt is not None:
         ids = engine.encode(body.prompt, special=body.add_special_tokens is not False, limit=limit)
     else:
-        namespace = caller.namespace(None, (None, None))  # that of a chat without a salt and names of users
+        namespace = caller.namespace(None, ())  # that of a chat without a salt and names of users
         ids = chat_tokens(engine, _chat(body), namespace=namespace, owner=caller.owner, limit=limit)
     strings = [engine.written(token) for token in ids] if body.return_token_strs else None
     return Tokenized(len(ids), engine.model.context, ids, strings)

@@ -77,7 +77,7 @@ class MemoryCache(DynamicCache):
         self._prompt = 0  # columns of the prompt of which a part was read
         self._running = False  # a forward has begun, and not ended
         self._parts: set[int] = set()  # columns where later prompts may part from this one
-        self._weights = self.owner.versions()
+        self._weights = self.owner._versions()
 
     # -- called by transformers ---------------------------------------------------------------------------------
 
@@ -133,11 +133,11 @@ class MemoryCache(DynamicCache):
 
     # -- called by hooks ----------------------------------------------------------------------------------------
 
-    def before(
+    def _before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Check the arguments of a forward, and cut what was read from memory off a prompt that still has it."""
-        given = self.owner.named(model, args, kwargs)
+        given = self.owner._named(model, args, kwargs)
         ids: Tensor = given["input_ids"]
         if (rows := self.rows or len(ids)) != len(ids):
             if len(ids) % rows:
@@ -154,9 +154,9 @@ class MemoryCache(DynamicCache):
         self._prompt, self._running = 0, True
         return (), given
 
-    def after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the tokens of a forward that has ended."""
-        given = self.owner.names(args) | kwargs
+        given = self.owner._names_of(args) | kwargs
         ids, mask, places = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         real = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
         if places is None:
@@ -181,7 +181,7 @@ class MemoryCache(DynamicCache):
     # -- memory -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self, ids: Tensor, mask: Tensor | None, *, copies: int = 1, compute: bool = True) -> None:
+    def _begin(self, ids: Tensor, mask: Tensor | None, *, copies: int = 1, compute: bool = True) -> None:
         """Read what memory has of prompts [B,L], unless the cache already has a beginning of them. With `compute`, and
         where later calls need a checkpoint or rows are equal, compute the prompts but for their last token."""
         if self._running or lengths(self.layers) - {self._columns}:  # a forward failed, some layers have its columns
@@ -190,7 +190,7 @@ class MemoryCache(DynamicCache):
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
         if real.shape != ids.shape:
             return  # the rest of a text of which the cache has the beginning
-        if self._columns and (self._weights != self.owner.versions() or not self._begins(ids, real)):
+        if self._columns and (self._weights != self.owner._versions() or not self._begins(ids, real)):
             self.keep()
             self.reset()
         which, length = list(range(len(ids))), ids.shape[1]
@@ -208,7 +208,7 @@ class MemoryCache(DynamicCache):
         elif self.rows != len(ids):
             return
         for end in self._ends(length, starts, copies > 1 or len(ids) < len(which)) if compute else ():
-            self.owner.compute(self, ids[:, self._columns : end], real[:, :end])
+            self.owner._compute(self, ids[:, self._columns : end], real[:, :end])
             self.keep()
         if self._columns and len(ids) < len(which):
             self.reorder_cache(torch.tensor(which, device=device))
@@ -224,7 +224,7 @@ class MemoryCache(DynamicCache):
 
     def _read(self, ids: Tensor, real: Tensor, starts: Sequence[int]) -> None:
         texts = [row[start:] for row, start in zip(ids.tolist(), starts, strict=True)]
-        end, self.recalls, self._parts = self.owner.read(self.layers, texts, starts, self.namespace)
+        end, self.recalls, self._parts = self.owner._read(self.layers, texts, starts, self.namespace)
         if end:
             self._log = [(ids[:, :end], real[:, :end], _places(real)[:, :end])]
             self._columns = self._kept = end
@@ -236,7 +236,7 @@ class MemoryCache(DynamicCache):
             wanted |= self._parts
         return sorted(end for end in wanted if max(self._columns, *starts) < end < length)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Of a call of `generate`: what it has computed is kept."""
         self._prompt = 0
         self.keep()
@@ -245,7 +245,7 @@ class MemoryCache(DynamicCache):
     def keep(self) -> int:
         """Give memory what was computed since the last time; returns the tokens that it did not have. Nothing is given
         of a forward that failed, of rows with holes or positions that are not those of a text, and of other weights."""
-        changed = self._running or self._weights != self.owner.versions()
+        changed = self._running or self._weights != self.owner._versions()
         if changed or self._columns == self._kept or lengths(self.layers) - {self._columns}:
             return 0
         ids, real, places = (x.cpu() for x in self._all())
@@ -255,7 +255,7 @@ class MemoryCache(DynamicCache):
             text = ids[row, start:].tolist()
             counted = not self.owner.counts or places[row, start:].tolist() == [*range(len(text))]
             if text and counted and all(flags[start:]):
-                new += self.owner.keep_row(self.layers, row, start, text, self.namespace)
+                new += self.owner._keep_row(self.layers, row, start, text, self.namespace)
         self._kept = self._columns
         return new
 
@@ -267,10 +267,10 @@ class Attached:
         self.model, self.kept, self.memory = model, kept, memory
         self.prefixes = PrefixCache(memory, in_parts=False)
         accepts = inspect.signature(model.forward).parameters
-        self.accepts, self._names = frozenset(accepts), tuple(accepts)
+        self._accepts, self._names = frozenset(accepts), tuple(accepts)
         self.counts = "position_ids" in accepts  # else its positions follow from the mask, or it has none
         self._context = context_of(model)
-        self._weights = self.versions()
+        self._weights = self._versions()
         self._place = model.device, model.dtype
         _strip(model)
         model.register_forward_pre_hook(_before, with_kwargs=True)
@@ -288,7 +288,7 @@ class Attached:
         """
         cache = MemoryCache(self, namespace)
         if input_ids is not None:
-            cache.begin(input_ids, attention_mask, compute=False)
+            cache._begin(input_ids, attention_mask, compute=False)
         return cache
 
     def clear(self) -> None:
@@ -313,17 +313,17 @@ class Attached:
 
     # -- for caches ---------------------------------------------------------------------------------------------
 
-    def named(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _named(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a forward by name. Raises `BadRequest` for one whose columns are not tokens alone."""
-        given = self.names(args) | kwargs
-        self.check_given(model, given)
+        given = self._names_of(args) | kwargs
+        self._check_given(model, given)
         if given.get("input_ids") is None:
             raise BadRequest(
                 "a cache of an attached memory needs input_ids: use transformers' DynamicCache for embeddings"
             )
         return given
 
-    def check_given(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+    def _check_given(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Raise `BadRequest` where keys and values would depend on more than tokens, or memory cannot take them."""
         if model is not self.model:
             raise BadRequest("this cache is of a memory that is attached to another model; attach() one to this model")
@@ -343,25 +343,25 @@ class Attached:
                 f"it out, or use transformers' DynamicCache"
             )
 
-    def names(self, args: tuple[Any, ...]) -> dict[str, Any]:
+    def _names_of(self, args: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self._names, args, strict=False))
 
-    def compute(self, cache: MemoryCache, ids: Tensor, real: Tensor) -> None:
+    def _compute(self, cache: MemoryCache, ids: Tensor, real: Tensor) -> None:
         """Forwards over the columns `ids` [B,T], the last of `real` [B,S]."""
         if cache.get_seq_length() and not self.kept.at_once and ids.shape[1] > 1:
             for at in range(ids.shape[1]):
                 end = at + 1 - ids.shape[1]
-                self.compute(cache, ids[:, at : at + 1], real[:, : end or None])
+                self._compute(cache, ids[:, at : at + 1], real[:, : end or None])
             return
-        given: dict[str, Any] = {"input_ids": ids, "use_cache": True, cache_argument(self.accepts): cache}
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": True, cache_argument(self._accepts): cache}
         given["attention_mask"] = None if bool(real.all()) else real.long()
         if self.counts:
             given["position_ids"] = _places(real)[:, -ids.shape[1] :]
-        if "logits_to_keep" in self.accepts:
+        if "logits_to_keep" in self._accepts:
             given["logits_to_keep"] = 1
         self.model(**given)
 
-    def read(
+    def _read(
         self, layers: Sequence[Any], texts: Sequence[Sequence[int]], starts: Sequence[int], namespace: str
     ) -> tuple[int, tuple[Recall, ...], set[int]]:
         """Fill layers with the longest beginning that memory has of all rows of a batch. Returns the columns; why they
@@ -395,7 +395,7 @@ class Attached:
         parts = {pos + start for one, start in zip(places, starts, strict=True) for pos in one.wanted if pos % EVERY}
         return end, recalls, parts
 
-    def keep_row(self, layers: Sequence[Any], row: int, start: int, text: Sequence[int], namespace: str) -> int:
+    def _keep_row(self, layers: Sequence[Any], row: int, start: int, text: Sequence[int], namespace: str) -> int:
         """Write a row that begins in column `start` to memory; returns the tokens that were not there. A text that does
         not fit, or exceeds the context, is not kept."""
         n = len(text)
@@ -425,7 +425,7 @@ class Attached:
             if not self.prefixes.free_rows(1, lambda: self.prefixes.evict(None, 1)):
                 raise CacheFull(ROWS, 1, 0, unit="rows")
 
-    def versions(self) -> int:
+    def _versions(self) -> int:
         """Changes with each update of a weight that torch counts, and where autocast computes in another type."""
         device = self.model.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -433,7 +433,7 @@ class Attached:
         return hash((weights, autocast))
 
     def _follow_weights(self) -> None:
-        if (now := self.versions()) != self._weights:
+        if (now := self._versions()) != self._weights:
             self._weights = now
             self.prefixes.reset()
 
@@ -495,12 +495,12 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryCache | No
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cache = _cache_of(args, kwargs)
-    return None if cache is None else cache.before(model, args, kwargs)
+    return None if cache is None else cache._before_forward(model, args, kwargs)
 
 
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if (cache := _cache_of(args, kwargs)) is not None:
-        cache.after(args, kwargs)
+        cache._after_forward(args, kwargs)
 
 
 @functools.wraps(GenerationMixin.generate)  # pyright: ignore[reportAttributeAccessIssue]  # a mixin of models
@@ -510,19 +510,19 @@ def generate(self: Any, inputs: Tensor | None = None, generation_config: Any = N
     if cache is None:
         return plain(self, inputs, generation_config, *args, **kwargs)
     ids = inputs if inputs is not None else kwargs.get("input_ids")
-    forwarded = {name: one for name, one in kwargs.items() if name in cache.owner.accepts or isinstance(one, Tensor)}
-    cache.owner.check_given(self, forwarded)
+    forwarded = {name: one for name, one in kwargs.items() if name in cache.owner._accepts or isinstance(one, Tensor)}
+    cache.owner._check_given(self, forwarded)
     if ids is not None:
         counts = (
             _setting(self, name, generation_config, kwargs) or 1 for name in ("num_beams", "num_return_sequences")
         )
         mask = kwargs.get("attention_mask")
         mask = _mask_of(self, ids, generation_config, kwargs) if mask is None else mask
-        cache.begin(ids, mask, copies=max(counts))
+        cache._begin(ids, mask, copies=max(counts))
     try:
         return plain(self, inputs, generation_config, *args, **{"use_cache": True, **kwargs})
     finally:
-        cache.end()
+        cache._end()
 
 
 def _setting(model: Any, name: str, config: Any, kwargs: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from kvcellar.frontend.output_processor import OutputProcessor
 from kvcellar.frontend.result import Collector
 from kvcellar.images.image import ImageInput, with_rows
 from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.text.output import Output, Stops
 from tests.zoo_test_support.images import (
@@ -152,6 +153,8 @@ def submitted(
     n: int = 1,
     *,
     adapter: str | None = None,
+    namespace: str = "",
+    retention: RetentionOptions = NO_OPTIONS,
     **options: Any,
 ) -> Collector:
     usual: dict[str, Any] = {"temperature": 0.0, "max_tokens": LENGTH, "logprobs": 1}
@@ -159,7 +162,14 @@ def submitted(
     client, collector = engine._requests.client, Collector(n)
     number = client.number()
     submission = Submission(
-        number=number, prompt=key_of(prompt), params=params, seed=1, images=tuple(images), adapter=adapter
+        number=number,
+        prompt=key_of(prompt),
+        params=params,
+        seed=1,
+        images=tuple(images),
+        adapter=adapter,
+        namespace=namespace,
+        retention=retention,
     )
     output = OutputProcessor(
         params,

@@ -15,8 +15,8 @@ from kvcellar.engine.core.prompt_images import PromptImages
 from kvcellar.engine.core.request import Scheduled, Status
 from kvcellar.engine.core.seeing import Seeing
 from kvcellar.engine.models.crossing import Crossed
+from kvcellar.engine.models.features import Features, Mask
 from kvcellar.engine.models.sliced import Sliced
-from kvcellar.engine.models.vision import Features, Mask
 from kvcellar.images.image import ImageInput, with_rows
 
 PLACEHOLDER, ROWS, WIDTH = 7, 4, 3
@@ -125,7 +125,7 @@ def test_features_that_a_completion_in_decode_sees_stay_until_its_request_is_ove
     seeing.check([one])
     assert seeing.missing([one, other]) is None  # too many are kept: it waits
     assert seeing.end(other, 4) == 0
-    seeing.forget(one.request.images, [other])
+    seeing.forget(one.request, [other])
     assert seeing.bytes == 0
     encode_all(seeing, [other])
     assert (seeing.bytes, seeing.end(other, 4)) == (HELD, 4)

@@ -15,8 +15,9 @@ from kvcellar.engine.core.prompt_images import PromptImages
 from kvcellar.engine.core.request import Request, Status
 from kvcellar.engine.core.seeing import Seeing
 from kvcellar.engine.messages import Submission
+from kvcellar.engine.models.features import Features
 from kvcellar.engine.models.sliced import Sliced
-from kvcellar.engine.models.vision import Features, vision_of
+from kvcellar.engine.models.vision import vision_of
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.images.image import ImageInput, with_rows
 from kvcellar.memory.cells.layouts import Causal

@@ -268,6 +268,7 @@ class EngineStats:
         "kvcellar_adapter_bytes", "bytes of adapters, also of those that only running requests use"
     )
     images_encoded: int = counter("kvcellar_images_encoded", "images that a model's towers have made features of")
+    images_restored: int = counter("kvcellar_images_restored", "images of which a tier had the features")
     image_bytes: int = gauge("kvcellar_image_bytes", "bytes of the features of images that are kept")
     kv_events_lost: int = counter(
         "kvcellar_kv_events_lost", "times that subscribers of KV events had to forget all blocks, as changes were lost"

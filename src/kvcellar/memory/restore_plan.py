@@ -123,11 +123,16 @@ class Planner:
         that waiting in vain at most doubles the time, or much longer than reading it is predicted to take."""
         speed = self.speed()
         computing = sum(part.piece.tokens for part in parts) / speed if speed else 0.0
-        return min(max(SHORTEST, computing, SLACK * parts[0].piece.seconds), LONGEST)
+        return patience(parts[0].piece.seconds, computing)
 
     def reset(self, prefixes: Prefixes) -> None:
         """The tree was made anew."""
         self._prefixes = prefixes
+
+
+def patience(reading: float, computing: float) -> float:
+    """Seconds without progress for which to wait for what is predicted to take so many, to be read or computed."""
+    return min(max(SHORTEST, computing, SLACK * reading), LONGEST)
 
 
 @dataclass(eq=False, slots=True)

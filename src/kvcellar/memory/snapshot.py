@@ -5,19 +5,22 @@ snapshots of a sequence are a chain. Its key is a digest of everything that deci
 memory (weights, storage, shape of the groups), the namespace, and all tokens from the first one to the last.
 
 What was computed with an adapter is in a namespace of its own, which is made of the digest of the adapter and of the
-namespace of the requests. So everything that is kept by namespace is kept by adapter, too.
+namespace of the requests. So everything that is kept by namespace is kept by adapter, too. Features of an image are in
+a namespace that is made of its digest.
 """
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from kvcellar.memory.spans import Span
 
 KEY = 32  # bytes of a key
 SEGMENT = 512  # tokens of one snapshot, at most
 ADAPTED = "\0adapter:"  # how a namespace begins of what was computed with an adapter; those of requests do not
+IMAGE = "\0image:"  # and of the features of an image
 MOST_AHEAD = 8  # tokens behind its own that an entry may depend on
 
 
@@ -40,14 +43,29 @@ class Snapshot:
         return sum(self.sizes)
 
 
+class StoredImage(NamedTuple):
+    """What features are stored for: an image of this digest, that requests of a namespace have sent. `tokens` are the
+    ids of its rows, 8 bytes each."""
+
+    namespace: str
+    digest: bytes
+    tokens: bytes
+
+    @property
+    def space(self) -> str:
+        """The namespace of its features."""
+        return f"{IMAGE}{self.digest.hex()}:{self.namespace}"
+
+
 def with_adapter(namespace: str, digest: str) -> str:
     """The namespace of what requests of a namespace compute with the adapter of this digest; "": none."""
     return f"{ADAPTED}{digest}:{namespace}" if digest else namespace
 
 
 def requested(namespace: str) -> str:
-    """The namespace that requests name, without their adapter."""
-    return namespace.removeprefix(ADAPTED).partition(":")[2] if namespace.startswith(ADAPTED) else namespace
+    """The namespace that requests name, without their adapter, or the image."""
+    made = namespace.startswith((ADAPTED, IMAGE))
+    return namespace.removeprefix(ADAPTED).removeprefix(IMAGE).partition(":")[2] if made else namespace
 
 
 def adapter_of(namespace: str) -> str:

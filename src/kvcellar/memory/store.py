@@ -3,6 +3,7 @@
     store.keep(namespace, key)          # a completion has ended: write what of it is not stored yet
     store.pump(budget)                  # between steps: read some bytes out of memory for the writing threads
     store.restores                      # a request waits: see `restores`
+    store.features                      # of images: see `stored_features`
 
 Everything but what the tiers do runs on the engine's thread. A snapshot is of one node of the tree, or a part of it,
 and continues the snapshot of the tokens before it. It is written to all tiers, so that what memory evicts is still
@@ -19,7 +20,7 @@ Always true:
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,8 +38,9 @@ from kvcellar.memory.prefixes import Prefixes
 from kvcellar.memory.restore_plan import LEAST, News
 from kvcellar.memory.restores import Evict, Restores
 from kvcellar.memory.retention import DEFAULT, Retention
-from kvcellar.memory.snapshot import SEGMENT, Snapshot, key_after
+from kvcellar.memory.snapshot import IMAGE, SEGMENT, Snapshot, key_after
 from kvcellar.memory.spans import Span
+from kvcellar.memory.stored_features import StoredFeatures
 from kvcellar.memory.tiers.disk import DiskTier
 from kvcellar.memory.tiers.tier import Tier
 from kvcellar.memory.tiers.transfers import Outcome, Transfer, Transfers
@@ -130,6 +132,7 @@ class Store:
                 clock=clock,
             )
             self.transfers = opened.enter_context(closing(made()))
+            news = News(self.transfers, self.catalogue, post=self._posted, clock=clock)
             self.restores = Restores(
                 self.transfers,
                 self.catalogue,
@@ -138,7 +141,16 @@ class Store:
                 evict=evict,
                 wake=lambda: self._posted(self.restores.go_on),
                 missed=self._note_lost,
-                news=News(self.transfers, self.catalogue, post=self._posted, clock=clock),
+                news=news,
+                clock=clock,
+            )
+            self.features = StoredFeatures(
+                self.transfers,
+                self.catalogue,
+                news,
+                identity=identity,
+                secret=secret,
+                renew=self._renew,
                 clock=clock,
             )
             opened.pop_all()
@@ -167,11 +179,7 @@ class Store:
         """Write the snapshots of these tokens, as far as the tree has them when their turn comes. Not if too many wait.
         What is stored of them already is kept at least as long as `retention` says."""
         chain = self.catalogue.whole(namespace, key)
-        stated = replace(retention, owner="") != DEFAULT
-        if keys := [one.key for one in chain if stated or self.catalogue.expires(one.key)]:
-            self.transfers.renew(keys, retention)
-        if retention.expires is None:
-            self.catalogue.lasts(keys)
+        self._renew([one.key for one in chain], retention)
         at, parent = (chain[-1].span.end, chain[-1].key) if chain else (0, None)
         wanted = _Writing(namespace, key, retention, at, parent, self._clock())
         if wanted.unread < LEAST or self._closed:
@@ -180,6 +188,14 @@ class Store:
             self._not_written("the tiers are too slow")
             return
         self._wanted.append(wanted)
+
+    def _renew(self, keys: Sequence[bytes], retention: Retention) -> None:
+        """Keep what is stored at least as long as `retention` says."""
+        stated = replace(retention, owner="") != DEFAULT
+        if keys := [one for one in keys if stated or self.catalogue.expires(one)]:
+            self.transfers.renew(keys, retention)
+        if retention.expires is None:
+            self.catalogue.lasts(keys)
 
     @property
     def behind(self) -> int:
@@ -277,7 +293,8 @@ class Store:
 
     def _completed(self, transfer: Transfer) -> None:
         """On a thread of the transfers."""
-        self._posted((lambda: self._written(transfer)) if transfer.stores else _nothing)
+        written = self.features.written if transfer.snapshot.namespace.startswith(IMAGE) else self._written
+        self._posted((lambda: written(transfer)) if transfer.stores else _nothing)
 
     def _written(self, transfer: Transfer) -> None:
         del self._on_way[transfer.snapshot.key]
@@ -361,12 +378,13 @@ class Store:
     @property
     def unwritten(self) -> bool:
         """Whether something is left to be written."""
-        return bool(self._wanted or self._on_way)
+        return bool(self._wanted or self._on_way or self.features.on_way)
 
     def check(self) -> None:
         """Assert what is always true."""
         self.catalogue.check()
         self.restores.check()
+        self.features.check()
         self.transfers.check()
         assert self._open is None or self._open.writing is self._wanted[0]
 

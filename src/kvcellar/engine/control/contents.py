@@ -19,7 +19,7 @@ from kvcellar.memory.prefix.listing import Listed, Walk
 from kvcellar.memory.prefix.node import TOKEN, Node, key_of, path_key, root_of
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.prefixes import SLICE
-from kvcellar.memory.snapshot import Snapshot, requested
+from kvcellar.memory.snapshot import IMAGE, Snapshot, requested
 from kvcellar.memory.store import Store
 from kvcellar.memory.tiers import upkeep
 from kvcellar.memory.tiers.disk import DiskTier
@@ -104,7 +104,8 @@ class Contents:
         """Raises `BadRequest` for tokens that the model does not have, and for another record."""
         text = filterfalse(is_row, memoryview(snapshot.tokens).cast("q").tolist())
         tokens([0, *text], self._built.intake.vocab_size, "tokens")
-        positions(snapshot.record)
+        if not snapshot.namespace.startswith(IMAGE):  # what is stored of an image is checked when it is read
+            positions(snapshot.record)
 
     def _needed(self) -> DiskTier:
         if (disk := self.disk) is None:
@@ -121,6 +122,8 @@ class Contents:
         if (store := self._loop.manager.store) is not None:
             texts += upkeep.beginnings(self._on_disk(store), entry) if entry is not None else []
             removed = store.remove_all(self._stored(store, namespace, entry, key))
+        if entry is None and not key:
+            self._drop_features(namespace)
         tree = self._loop.call(lambda: self._tree)
         nodes = list(self._selected(namespace, entry, key))
         if entry is not None:
@@ -139,8 +142,13 @@ class Contents:
                 disk.remove(keys)
                 removed += len(keys)
         self._remove_drafts([(None, b"")])
+        self._drop_features(None)
         tree = self._loop.call(lambda: self._tree)
         return Removed(self._discard(tree, self._loop.call(tree.roots), "removed by `cache clear`"), removed)
+
+    def _drop_features(self, namespace: str | None) -> None:
+        """Free the features of images that requests of a namespace have sent, or of all."""
+        self._loop.call(lambda: self._loop.manager.drop_features(namespace, self._loop.scheduler.running))
 
     def _on_disk(self, store: Store) -> list[upkeep.Stored]:
         """The entries on disk that a store can read; none without a disk."""

@@ -62,6 +62,7 @@ def stats(built: "Built") -> EngineStats:
         compacted=loop.compaction.moved,
         adapter_bytes=built.adapters.bytes,
         images_encoded=seeing.encoded if seeing is not None else 0,
+        images_restored=seeing.restored if seeing is not None else 0,
         image_bytes=seeing.bytes if seeing is not None else 0,
         kv_events_lost=loop.manager.events.lost_changes if loop.manager.events is not None else 0,
     )

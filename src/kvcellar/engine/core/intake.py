@@ -59,7 +59,12 @@ class ImageRules:
         if self.whole:
             self._check_whole(len(prompt), submission)
         images = PromptImages(
-            prompt, submission.images, ahead=self.ahead, whole_prompt=bool(self.whole), crossed=self.crossed
+            prompt,
+            submission.images,
+            ahead=self.ahead,
+            whole_prompt=bool(self.whole),
+            crossed=self.crossed,
+            namespace=submission.namespace,
         )
         if self.in_front and images.spans and (images.spans[-1].start or images.count == len(prompt)):
             raise BadRequest("this model takes one image, in front of a text", "messages")

@@ -47,6 +47,7 @@ from kvcellar.events import FinishReason
 
 T = TypeVar("T")
 MEASURED = 32  # tokens of prompts in a step, at least, from which on it measures how fast they are computed
+READS = 0.05  # seconds, at most, until running completions that wait for features of images are looked at again
 LOOK = 1.0  # seconds, at most, until completions that wait while none runs are looked at again
 DESCRIBED = 8  # of them are described in the log where they wait for nothing
 log = logging.getLogger("kvcellar.engine")
@@ -254,7 +255,8 @@ class Loop:
                 if idle:
                     return self._rest()
                 self._step()
-                return 0.0
+                seeing = self.manager.seeing
+                return READS if self._stalled and seeing is not None and seeing.reads else 0.0
         except BaseException as error:  # other engines are on this thread
             log.exception("the engine's thread met an error it did not expect; the engine is closed")
             reason = error
@@ -282,7 +284,7 @@ class Loop:
         """A part of the idle work. Completions that wait while none runs wait for what is read back: a step looks again
         when a read has taken too long, and after `LOOK` seconds, whatever has happened."""
         if self.manager.seeing is not None:
-            self.manager.seeing.abandon()
+            self.manager.seeing.rest()
         if self._pump() or self._compact():
             return 0.0
         if not self.scheduler.waiting:
@@ -359,6 +361,7 @@ class Loop:
         if seeing is None:
             return
         seeing.evict(running)  # running prompts have passed images since the last time
+        seeing.read(running)
         if (found := seeing.missing(running)) is None:
             seeing.abandon()
             return
@@ -469,8 +472,8 @@ class Loop:
             if self._requests.pop(request.number, None) is not None:
                 self.last.add(request)
             self.manager.drafting.conclude(request.number)
-            if self.manager.seeing is not None and request.images is not None:
-                self.manager.seeing.forget(request.images, self.scheduler.running)
+            if self.manager.seeing is not None:
+                self.manager.seeing.forget(request, self.scheduler.running)
             request.completions = []  # they refer to it: what both hold is freed now, not by a collection of cycles
 
     def _free(self, completion: Completion) -> None:
@@ -524,7 +527,7 @@ class Loop:
             reason = EngineFailed(f"the engine stopped on {type(error).__name__}: {error}")
         try:
             if self.manager.seeing is not None:
-                self.manager.seeing.abandon()
+                self.manager.seeing.rest()
             self._run_remaining()
             for request in [
                 *self._requests.values(),

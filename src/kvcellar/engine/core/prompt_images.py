@@ -11,6 +11,7 @@ from hashlib import blake2b
 from kvcellar.errors import BadRequest
 from kvcellar.images.image import ImageInput, is_row, seen_from
 from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.snapshot import StoredImage
 from kvcellar.memory.spans import Span, around, deepest
 
 
@@ -23,11 +24,13 @@ class PromptImages:
         ahead: bool,
         whole_prompt: bool = False,
         crossed: bool = False,
+        namespace: str = "",
     ) -> None:
-        """`ahead`: the tokens of an image see each other both ways, `whole_prompt`: all tokens of the prompt do.
-        `crossed`: images are one token each, and others see them by cross-attention. Raises `BadRequest` if the rows of
-        the prompt are not those of the images."""
+        """`namespace` is that of the request. `ahead`: the tokens of an image see each other both ways, `whole_prompt`:
+        all tokens of the prompt do. `crossed`: images are one token each, and others see them by cross-attention.
+        Raises `BadRequest` if the rows of the prompt are not those of the images."""
         self.inputs, self.crossed = tuple(images), crossed
+        self.keys = tuple(StoredImage(namespace, one.digest, key_of(one.row_ids())) for one in images)  # of features
         self.digest = blake2b(key_of(prompt), digest_size=16).hexdigest() if whole_prompt else ""  # of what sees ahead
         self.rows = {row: (index, at) for index, one in enumerate(images) for at, row in enumerate(one.row_ids())}
         self._places = places = [at for at, token in enumerate(prompt) if is_row(token)]

@@ -1,20 +1,24 @@
 """seeing: features of the images of requests, and what steps have of them.
 
 An image is encoded once, in slices between steps, when a completion comes to its rows; what memory has of it needs no
-features. They are kept by the digest of the image, for other places and requests, as many as `most` bytes.
+features. They are kept by the digest of the image, for other places and requests of a namespace, as many as `most`
+bytes, and written to the tiers, from which they are read where these have them.
 
 By cross-attention, all tokens behind an image see it, up to the next one. Its features are kept as long as a completion
 runs that sees it; one that resumes behind an image whose features are gone encodes it again.
 
 Always true:
-  * `bytes` are those of all features that are kept: less than `most`, beside one image, before each that is encoded
-    ahead of need; beyond that there is one image for each running prompt that comes to it next, of one that is computed
-    whole all, or by cross-attention those that the first running completion with images sees or comes to next;
+  * `bytes` are those of all features that are kept: with what is being read less than `most`, beside one image, before
+    each that is encoded or read ahead of need; beyond that there is one image for each running prompt that comes to it
+    next, of one that is computed whole all, or by cross-attention those that the first running completion with images
+    sees or comes to next;
   * features that a completion in decode sees are kept;
-  * at most one image is being encoded, whose features are not kept; none while the engine rests;
+  * at most one image is being encoded, whose features are neither kept nor read; none while the engine rests;
   * the features of an image do not depend on the text around it: the self-test has shown that for this model.
 """
 
+import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -23,22 +27,38 @@ import torch
 from torch import Tensor
 
 from kvcellar.engine.core.prompt_images import PromptImages
-from kvcellar.engine.core.request import Completion, Scheduled, Status
+from kvcellar.engine.core.request import Completion, Request, Scheduled, Status
+from kvcellar.engine.models.features import Features, from_bytes, to_bytes
 from kvcellar.engine.models.sliced import Sliced
-from kvcellar.engine.models.vision import Features, ImageRows, StepImages, Vision
+from kvcellar.engine.models.vision import ImageRows, StepImages, Vision
 from kvcellar.images.image import ImageInput, is_row
 from kvcellar.memory.plan import Ahead
+from kvcellar.memory.prefix.node import TOKEN
+from kvcellar.memory.snapshot import StoredImage
 from kvcellar.memory.spans import Span
+from kvcellar.memory.stored_features import Reading, StoredFeatures
+from kvcellar.memory.tiers.admission import Rate
+from kvcellar.memory.tiers.tier import Loaded
+
+log = logging.getLogger("kvcellar.engine")
 
 
 class Seeing:
     def __init__(self, vision: Vision, *, device: torch.device, most: int, solo: bool = False) -> None:
         """`solo`: a forward has one sequence, and may need the positions of the tokens before its own."""
         self.vision, self._device, self.most, self._solo = vision, device, most, solo
-        self._features: dict[bytes, Features] = {}  # the longest unused first
+        self._stored: StoredFeatures | None = None  # None: there are no tiers
+        self._features: dict[StoredImage, Features] = {}  # the longest unused first
+        self._readings: dict[StoredImage, Reading] = {}
+        self._read: set[StoredImage] = set()  # of running prompts: not looked for in tiers again
         self._positions: dict[PromptImages, tuple[Tensor, int]] = {}  # [axes,T] of prompts, and the next one behind
-        self._begun: tuple[bytes, Sliced[Features]] | None = None  # of the image that is being encoded
-        self.bytes = self.encoded = 0
+        self._begun: tuple[StoredImage, Sliced[Features]] | None = None  # of the image that is being encoded
+        self._spent, self._tower = 0.0, Rate()  # seconds for that; of rows through the tower
+        self.bytes = self.encoded = self.restored = 0
+
+    def use_tiers(self, stored: StoredFeatures) -> None:
+        """Write features there, and read them. To be called before the first step."""
+        self._stored = stored
 
     # -- features ---------------------------------------------------------------------------------------------------
 
@@ -48,49 +68,117 @@ class Seeing:
         images = completion.request.images
         for index in images.needed(completion.computed) if images is not None else ():
             assert images is not None
-            if images.inputs[index].digest not in self._features:
+            if images.keys[index] not in self._features:
                 return min(end, max(completion.computed, images.begins(index)))
         return end
 
     def missing(self, running: Iterable[Completion]) -> tuple[Completion, int] | None:
-        """The image that is needed first, and is not encoded, and whose prompt that is; one that was begun goes first.
-        What a prompt does not come to next waits while as many features are kept as are allowed; where these are kept
-        for completions that see them, so do all prompts but the first."""
-        first: tuple[Completion, int] | None = None
+        """The image that is needed first, and neither encoded nor read, and whose prompt that is; one that was begun
+        goes first."""
+        lacking = [one for one in self._lacking(running) if _key(*one) not in self._readings]
+        begun = self._begun[0] if self._begun is not None else None
+        return next((one for one in lacking if _key(*one) == begun), lacking[0] if lacking else None)
+
+    def _lacking(self, running: Iterable[Completion]) -> Iterator[tuple[Completion, int]]:
+        """The images that prompts need and that have no features, in order. What a prompt does not come to next waits
+        while as many are kept as are allowed; where these are kept for completions that see them, so do all prompts but
+        the first."""
         with_images = (one for one in running if one.request.images is not None)
         for number, completion in enumerate(with_images):
-            images, full = completion.request.images, self.bytes >= self.most
+            images = completion.request.images
             assert images is not None
-            if full and images.crossed and number > 0:
-                break
+            if images.crossed and number > 0 and self._full:
+                return
             if completion.status is Status.PREFILL:
-                for index in (images.together if full else images.needed)(completion.computed):
-                    digest = images.inputs[index].digest
-                    if self._begun is not None and self._begun[0] == digest:
-                        return completion, index
-                    if first is None and digest not in self._features:
-                        first = completion, index
-        return first
+                next_ones = images.together(completion.computed)
+                for index in images.needed(completion.computed):
+                    if index not in next_ones and self._full:
+                        break
+                    if images.keys[index] not in self._features:
+                        yield completion, index
+
+    @property
+    def _full(self) -> bool:
+        return self.bytes + sum(one.bytes for one in self._readings.values()) >= self.most
+
+    def read(self, running: Sequence[Completion]) -> None:
+        """Begin to read what tiers have of the images that running prompts need, and keep what has arrived."""
+        if (stored := self._stored) is None:
+            return
+        for image, reading in list(self._readings.items()):
+            if not stored.advance(reading, self._tower.seconds(len(image.tokens) // TOKEN)):
+                self._end(image)
+        wanted = set[StoredImage]()
+        for completion, index in self._lacking(running):
+            wanted.add(image := _key(completion, index))
+            if image not in self._read and (self._begun is None or self._begun[0] != image):
+                self._read.add(image)
+                reading = self._readings[image] = stored.begin(image)
+                if not stored.advance(reading, self._tower.seconds(len(image.tokens) // TOKEN)):
+                    self._end(image)
+        for image in [one for one in self._readings if one not in wanted]:
+            stored.end(self._readings.pop(image))
+        self._read &= wanted
+        self.evict(running)
+
+    def _end(self, image: StoredImage) -> None:
+        """A reading is over: keep what it has found."""
+        stored, reading = self._stored, self._readings.pop(image)
+        assert stored is not None
+        if (loaded := reading.loaded) is not None:
+            if (made := self._made(image, loaded)) is not None:
+                self._keep(image, made)
+                self.restored += 1
+            else:
+                log.warning("stored features of an image are not used: they are of another kind")
+                stored.refuse(reading)
+        stored.end(reading)
+
+    def _made(self, image: StoredImage, loaded: Loaded) -> Features | None:
+        """Features of what was read; None if it is not what this network makes of such an image."""
+        snapshot, like = loaded.snapshot, self.vision.like
+        assert like is not None, "a network that takes images was tested"
+        if snapshot.tokens == image.tokens:
+            return from_bytes(snapshot.record, loaded.chunks, len(snapshot.span), like, self._device)
+        return None
+
+    def _keep(self, image: StoredImage, made: Features) -> None:
+        self._features[image] = made
+        self.bytes += made.bytes
+
+    def store(self, request: Request) -> None:
+        """Write the features of its images, if it allows that, which are kept and which tiers have not got."""
+        if self._stored is None or request.images is None or not request.retention.stored:
+            return
+        like = self.vision.like
+        assert like is not None, "a network that takes images was tested"
+        for image in request.images.keys:
+            features = self._features.get(image)
+            if not self._stored.renew(image, request.retention) and features is not None:
+                self._stored.keep(image, request.retention, *to_bytes(features, like))
 
     def encode(self, completion: Completion, index: int, running: Sequence[Completion], seconds: float) -> None:
         """Encode an image of a completion, for about so many seconds. What was begun of another one is lost. Raises
         what the network raises."""
         images = completion.request.images
         assert images is not None
-        image = images.inputs[index]
-        if self._begun is None or self._begun[0] != image.digest:
+        image, key = images.inputs[index], images.keys[index]
+        if self._begun is None or self._begun[0] != key:
             self.abandon()
-            self._begun = image.digest, self._encoding(completion.request.prompt, image, images.spans[index])
+            self._begun = key, self._encoding(completion.request.prompt, image, images.spans[index])
+        began = time.perf_counter()
         try:
             made = self._begun[1].run(seconds)
         except BaseException:
             self.abandon()
             raise
+        self._spent += time.perf_counter() - began
         if made is not None:
-            self._begun = None
-            self._features[image.digest] = made
-            self.bytes += made.bytes
+            self._tower.record(image.rows, self._spent)
+            self._begun, self._spent = None, 0.0
+            self._keep(key, made)
             self.encoded += 1
+            self.store(completion.request)
             self.evict(running)
 
     def _encoding(self, prompt: Sequence[int], image: ImageInput, span: Span) -> Sliced[Features]:
@@ -101,22 +189,41 @@ class Seeing:
         """No prompt that runs needs the image that is being encoded, if there is one."""
         if self._begun is not None:
             self._begun[1].end()
-            self._begun = None
+            self._begun, self._spent = None, 0.0
+
+    def rest(self) -> None:
+        """No prompt runs."""
+        self.abandon()
+        self.read(())
+
+    @property
+    def reads(self) -> bool:
+        """Whether features are being read, at the end of which the engine is woken."""
+        return bool(self._readings)
 
     def evict(self, running: Sequence[Completion]) -> None:
         """Free features that are not needed, down to fewer than are allowed."""
         if self.bytes < self.most:
             return
-        needed = {
-            one.request.images.inputs[index].digest
+        needed = self._needed(running)
+        for image in [one for one in self._features if one not in needed]:
+            if self.bytes < self.most:
+                return
+            self.bytes -= self._features.pop(image).bytes
+
+    def _needed(self, running: Iterable[Completion]) -> set[StoredImage]:
+        return {
+            one.request.images.keys[index]
             for one in running
             if one.request.images is not None
             for index in one.request.images.needed(one.computed)
         }
-        for digest in [one for one in self._features if one not in needed]:
-            if self.bytes < self.most:
-                return
-            self.bytes -= self._features.pop(digest).bytes
+
+    def drop(self, namespace: str | None, running: Sequence[Completion]) -> None:
+        """Free the features of a namespace, or of all, but for those that running completions need."""
+        needed = self._needed(running)
+        for image in [one for one in self._features if namespace in (None, one.namespace) and one not in needed]:
+            self.bytes -= self._features.pop(image).bytes
 
     def _ids(self, tokens: Iterable[int]) -> list[int]:
         """As the network gets them."""
@@ -152,26 +259,25 @@ class Seeing:
                 for place in range(start, end):
                     if is_row(ids[place]):
                         index, row = images.rows[ids[place]]
-                        parts.append((place, self._used(images.inputs[index]), row))
+                        parts.append((place, self._used(images.keys[index]), row))
         return ImageRows.of(parts, self._device)
 
     def _seen(self, scheduled: Sequence[Scheduled]) -> ImageRows | None:
         """Rows that see the same images attend to them together, whichever completions they are of."""
-        parts: dict[tuple[bytes, ...], tuple[list[int], list[Features]]] = {}
+        parts: dict[tuple[StoredImage, ...], tuple[list[int], list[Features]]] = {}
         for completion, start, end in _spread(scheduled):
             if (images := completion.request.images) is not None:
                 for place in range(start, end):
-                    seen = [images.inputs[index] for index in images.seen(completion.computed + place - start)]
+                    seen = tuple(images.keys[index] for index in images.seen(completion.computed + place - start))
                     if seen:
-                        key = tuple(one.digest for one in seen)
-                        if key not in parts:
-                            parts[key] = [], [self._used(one) for one in seen]
-                        parts[key][0].append(place)
+                        if seen not in parts:
+                            parts[seen] = [], [self._used(one) for one in seen]
+                        parts[seen][0].append(place)
         return ImageRows.seeing(list(parts.values()), self._device)
 
-    def _used(self, image: ImageInput) -> Features:
-        found = self._features[image.digest]
-        self._features[image.digest] = self._features.pop(image.digest)  # the last to go
+    def _used(self, image: StoredImage) -> Features:
+        found = self._features[image]
+        self._features[image] = self._features.pop(image)  # the last to go
         return found
 
     def _placed(self, scheduled: Sequence[Scheduled], rows: ImageRows | None) -> Tensor | None:
@@ -213,18 +319,26 @@ class Seeing:
             self._positions[images] = found, int(found.max()) + 1
         return self._positions[images]
 
-    def forget(self, images: PromptImages, running: Sequence[Completion]) -> None:
-        """Its request is over."""
-        self._positions.pop(images, None)
-        self.evict(running)
+    def forget(self, request: Request, running: Sequence[Completion]) -> None:
+        """It is over."""
+        if request.images is not None:
+            self.store(request)
+            self._positions.pop(request.images, None)
+            self.evict(running)
 
     def check(self, running: Sequence[Completion]) -> None:
         """Assert what is always true."""
         for one in running:
             if (images := one.request.images) is not None and one.status is Status.DECODE:
-                assert all(images.inputs[index].digest in self._features for index in images.seen(one.computed))
+                assert all(images.keys[index] in self._features for index in images.seen(one.computed))
         assert self.bytes == sum(one.bytes for one in self._features.values())
-        assert self._begun is None or self._begun[0] not in self._features
+        assert self._begun is None or self._begun[0] not in {*self._features, *self._readings}
+        assert self._readings.keys() <= self._read and not self._readings.keys() & self._features.keys()
+
+
+def _key(completion: Completion, index: int) -> StoredImage:
+    assert completion.request.images is not None
+    return completion.request.images.keys[index]
 
 
 def _spread(scheduled: Sequence[Scheduled]) -> Iterator[tuple[Completion, int, int]]:

@@ -61,6 +61,8 @@ class SequenceManager:
         self.cache = PrefixCache(
             memory, in_parts=in_parts, spare=spare, shares=shares, watch=events, open_store=open_store
         )
+        if seeing is not None and self.store is not None:
+            seeing.use_tiers(self.store.features)
         self._waiting: dict[Completion, _Waiting] = {}
         self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
         self.pins_refused = self.pins_released = 0
@@ -180,6 +182,11 @@ class SequenceManager:
         prefix = self.cache.restore(request.space, key, marks, request.retention, most=most)
         self._running[prefix.seq] = completion, prefix
         completion.seq, completion.computed = prefix.seq, prefix.restored
+
+    def drop_features(self, namespace: str | None, running: Sequence[Completion]) -> None:
+        """Free the features of images that requests of a namespace have sent, or of all, as far as none needs them."""
+        if self.seeing is not None:
+            self.seeing.drop(namespace, running)
 
     def _publish_needed(self, namespace: str, key: bytes) -> None:
         """Publish what running completions have drawn, as far as a key goes on with it."""

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from kvcellar.engine.models.build_guest import reason_of
+from kvcellar.engine.models.features import Features
 from kvcellar.engine.models.guest import MODEL_ERRORS, Guest
 from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import random_tokens
@@ -34,8 +34,8 @@ def open_vision(guest: Guest, loaded: Loaded) -> None:
     report("testing images")
     try:
         with silence_transformers():
-            guest.not_seeing, crossing = _tested(guest, vision, *sample_of(loaded.path, vision.placeholder))
-            vision = replace(vision, crossing=crossing)
+            guest.not_seeing, like = _tested(guest, vision, *sample_of(loaded.path, vision.placeholder))
+            vision = replace(vision, like=like)
     except MODEL_ERRORS as error:
         guest.not_seeing = reason_of(error)
     finally:
@@ -45,13 +45,13 @@ def open_vision(guest: Guest, loaded: Loaded) -> None:
         guest.vision = vision
 
 
-def _tested(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput) -> tuple[str, frozenset[nn.Module]]:
-    """Why its logits with images are not those of its own forward ("": they are), and what attends to images."""
+def _tested(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput) -> tuple[str, Features | None]:
+    """Why its logits with images are not those of its own forward ("": they are), and what its features are like."""
     places = [at for at, token in enumerate(tokens) if token == vision.placeholder]
     if len(places) != image.rows or not places:
-        return f"its processor writes {len(places)} placeholders for an image of {image.rows} rows", frozenset()
+        return f"its processor writes {len(places)} placeholders for an image of {image.rows} rows", None
     if vision.sees is not None and image.rows > 1:
-        return f"an image is {image.rows} tokens; with cross-attention it has to be one", frozenset()
+        return f"an image is {image.rows} tokens; with cross-attention it has to be one", None
     inputs = {one.name: torch.tensor(one.array(), device=guest.device) for one in image.arrays}
     inputs = {name: one.to(guest.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
     ids = tokens[places[0] : places[-1] + 1]
@@ -67,5 +67,5 @@ def _tested(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput) 
         verdict = image_test(guest, vision, tokens, inputs, features)
     finally:
         guest.vision = None
-    crossing = frozenset() if features.crossed is None else frozenset(features.crossed.kv)
-    return "" if verdict.passed else f"with images, {verdict}", crossing
+    like = features.holding([one.to("meta") for one in features.tensors(features)])
+    return "" if verdict.passed else f"with images, {verdict}", like

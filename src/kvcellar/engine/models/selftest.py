@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvcellar.engine.models.features import Features
 from kvcellar.engine.models.guest import Guest, Verdict
 from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.engine.models.registered import our_attention, own_attention
-from kvcellar.engine.models.vision import Features, ImageRows, StepImages, Vision
+from kvcellar.engine.models.vision import ImageRows, StepImages, Vision
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.layers import OwnExperts, OwnLinear
 from kvcellar.memory.plan import Ahead, Batch, Feed

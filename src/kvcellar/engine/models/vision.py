@@ -22,13 +22,14 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kvcellar.engine.models.crossing import SEES, Crossed, Seen
+from kvcellar.engine.models.features import Features, Layers, Mask, alike
 from kvcellar.engine.models.input_limits import IMAGE_MASK, embedding_rows, placeholder_of
 from kvcellar.engine.models.seam import Door, Extras, current_door, opened, scoring_of
 from kvcellar.engine.models.sliced import Sliced
@@ -50,43 +51,6 @@ PLAIN = frozenset(  # what a decoder gets with text, too, or what our doors repl
 )  # fmt: skip
 
 
-Layers = Sequence[Tensor] | Mapping[int, Tensor]  # of the first layers, in order, or by the number of a layer
-
-
-class Mask(NamedTuple):
-    """The argument that says which rows are of images, or see some [*before,T,*more], where `before` are ones."""
-
-    name: str
-    before: torch.Size
-    more: torch.Size
-    dtype: torch.dtype
-
-    def of(self, rows: Tensor, count: int) -> Tensor:
-        """That of `count` rows."""
-        made = torch.zeros(*self.before, count, *self.more, dtype=self.dtype, device=rows.device)
-        made.view(count, -1)[rows] = 1
-        return made
-
-
-class Features(NamedTuple):
-    """Of one image: what replaces embeddings [n,D], and by the names of the decoder's arguments what early layers get,
-    [n,D] for each. `ahead`: its tokens see each other both ways, `in_windows`: not on layers with full attention.
-    `crossed`: what layers attend to; None: they attend to rows only."""
-
-    rows: Tensor
-    layers: Mapping[str, Layers]
-    mask: Mask | None
-    ahead: bool
-    in_windows: bool = False
-    crossed: Crossed | None = None
-
-    @property
-    def bytes(self) -> int:
-        several = [one if isinstance(one, Mapping) else dict(enumerate(one)) for one in self.layers.values()]
-        crossed = self.crossed.bytes if self.crossed is not None else 0
-        return self.rows.nbytes + sum(one.nbytes for each in several for one in each.values()) + crossed
-
-
 class ImageRows(NamedTuple):
     """Of one step: the rows that are of images, or see some, in order, and what they get (see `Features`)."""
 
@@ -106,7 +70,7 @@ class ImageRows(NamedTuple):
         def stacked(name: str) -> Callable[[int], Tensor]:
             return lambda layer: torch.stack([one.layers[name][layer][row] for _, one, row in parts])
 
-        layers = {name: _alike(several, stacked(name)) for name, several in first.layers.items()}
+        layers = {name: alike(several, stacked(name)) for name, several in first.layers.items()}
         features = torch.stack([one.rows[row] for _, one, row in parts])
         return cls(torch.tensor([place for place, _, _ in parts], device=device), features, layers, first.mask)
 
@@ -213,8 +177,8 @@ class Vision:
     """Of one network. `accepts`: the arguments of its forward. `blocks`: before each of these it may stop. `first`: the
     layer that gets features, where the decoder gets pixels itself; None: they replace embeddings. `in_front`: its own
     forward puts them in front of the text, so that it gets no tokens for them, and counts positions behind them.
-    `sees`: the argument that says which images a token sees by cross-attention; None: it has none. `crossing`: the
-    modules that attend to images, known once it has been tested."""
+    `sees`: the argument that says which images a token sees by cross-attention; None: it has none. `like`: features of
+    an image, without numbers, known once it has been tested."""
 
     model: "PreTrainedModel"
     decoder: nn.Module
@@ -224,7 +188,7 @@ class Vision:
     first: nn.Module | None = None
     in_front: bool = False
     sees: str | None = None
-    crossing: frozenset[nn.Module] = frozenset()
+    like: Features | None = field(default=None, compare=False)
 
     @property
     def axes(self) -> bool:
@@ -234,7 +198,8 @@ class Vision:
     def of_towers(self, layers: Iterable[str]) -> list[str]:
         """Those of these layers of the network in front of its decoder, or in modules that attend to images."""
         behind = {*_behind(self.decoder), self.model.get_output_embeddings()}
-        behind -= {part for one in self.crossing for part in one.modules()}
+        if self.like is not None and self.like.crossed is not None:
+            behind -= {part for one in self.like.crossed.kv for part in one.modules()}
         return [name for name in layers if self.model.get_submodule(name) not in behind]
 
     def encode(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Features:
@@ -517,13 +482,6 @@ def _rope_index(model: "PreTrainedModel") -> Any:
     return getattr(model, "get_rope_index", None) or getattr(inner, "get_rope_index", None)
 
 
-def _alike(several: Layers, made: Callable[[int], Tensor]) -> Layers:
-    """What is made of each layer, in the form of `several`."""
-    return (
-        {at: made(at) for at in several} if isinstance(several, Mapping) else [made(at) for at in range(len(several))]
-    )
-
-
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of a module by their names, in order."""
     return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
@@ -551,4 +509,4 @@ def _by_layer(value: Any, rows: int) -> Layers | None:
     several: Any = tuple(value) if stacked else value if isinstance(value, list | tuple | Mapping) else ()
     each: Any = several.values() if isinstance(several, Mapping) else several
     fits = several and all(isinstance(one, Tensor) and one.dim() == 2 and one.shape[0] == rows for one in each)
-    return _alike(several, lambda at: several[at].clone()) if fits else None
+    return alike(several, lambda at: several[at].clone()) if fits else None

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 from kvcellar.errors import KvcellarError
 from kvcellar.memory.prefix.node import TOKEN, common
 from kvcellar.memory.retention import Retention
-from kvcellar.memory.snapshot import Snapshot, requested
+from kvcellar.memory.snapshot import IMAGE, Snapshot, requested
 
 log = logging.getLogger("kvcellar.memory.prefix")
 
@@ -141,8 +141,8 @@ class Catalogue:
         watch: Watch | None = None,
     ) -> None:
         """`anywhere`: the memory can be resumed at any position, without a checkpoint. `positions` returns those of the
-        checkpoints of a record, or raises `KvcellarError`: then the snapshot is not used. `watch` is told of each
-        change."""
+        checkpoints of a record, or raises `KvcellarError`: then the snapshot is not used. Features of images have
+        none. `watch` is told of each change, but of those."""
         self._anywhere, self._positions, self._watch = anywhere, positions, watch
         self._lock = threading.RLock()
         self._known: dict[bytes, _Stored] = {}
@@ -218,9 +218,10 @@ class Catalogue:
                 one.expires = False
 
     def _added(self, snapshot: Snapshot) -> _Stored | None:
-        span = snapshot.span
+        span, has_places = snapshot.span, not snapshot.namespace.startswith(IMAGE)
         try:
-            positions = tuple(pos for pos in self._positions(snapshot.record) if span.start < pos <= span.end)
+            found = self._positions(snapshot.record) if has_places else ()
+            positions = tuple(pos for pos in found if span.start < pos <= span.end)
         except KvcellarError as error:
             log.warning("a stored snapshot is not used: %s", error)
             self._unusable.append(snapshot.key)
@@ -240,7 +241,7 @@ class Catalogue:
 
     def _report(self, tier: str, snapshot: Snapshot) -> None:
         """Tell of a snapshot, and of those that continue it, unless the one before it is missing."""
-        rest = [snapshot] if self._watch is not None else []
+        rest = [snapshot] if self._watch is not None and not snapshot.namespace.startswith(IMAGE) else []
         while rest:
             one = rest.pop()
             if tier in self.of(one.key) and (one.parent is None or tier in self.of(one.parent)):

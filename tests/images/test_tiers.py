@@ -88,6 +88,20 @@ def test_after_a_restart_an_image_in_another_place_has_its_features_from_the_sto
         assert counts(engine) == (0, 1)
 
 
+def test_an_engine_has_the_features_that_another_one_has_stored_in_a_place_that_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = pictures_of("llava")
+    how: dict[str, Any] = {"store": None, "store_remote": f"file://{tmp_path}/shared"}
+    with stored(pictures, tmp_path, monkeypatch, **how) as one, stored(pictures, tmp_path, monkeypatch, **how) as two:
+        asked(two, pictures, [20], [21]).result()  # it has looked into the store
+        cold = asked(one, pictures, [20], pictures.one, AFTER).result().token_ids
+        written(one, 1)
+        assert not features_in(two)
+        assert asked(two, pictures, [20], pictures.one, AFTER).result().token_ids == cold
+        assert counts(two) == (0, 1)
+
+
 def test_images_that_memory_has_no_room_for_are_read_from_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

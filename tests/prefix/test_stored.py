@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.errors import KvcellarError
+from kvcellar.errors import BadRequest, KvcellarError
+from kvcellar.images.image import FIRST
 from kvcellar.memory.prefix.node import TOKEN, common_prefix, key_of
 from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.retention import DEFAULT
-from kvcellar.memory.snapshot import Snapshot, key_after
+from kvcellar.memory.snapshot import Snapshot, StoredImage, image_of, key_after, requested
 from kvcellar.memory.spans import Span
 from tests.counted import lines
 
@@ -158,6 +159,33 @@ def test_it_has_what_a_tier_has_and_events_have_parents_first() -> None:
     assert catalogue.lost() == [("disk", "", tokens[0], 0)]
     assert not catalogue.lost()
     assert events[3:] == [("host lost", first.key), ("disk lost", first.key)]
+
+
+def test_features_of_images_have_no_events_no_checkpoints_and_the_namespace_of_their_requests() -> None:
+    events: list[str] = []
+
+    class Heard:
+        def stored(self, tier: str, snapshot: Snapshot) -> None:
+            events.append("stored")
+
+        def removed(self, tier: str, key: bytes) -> None:
+            events.append("removed")
+
+    def positions(record: bytes) -> tuple[int, ...]:
+        raise BadRequest("this is no record of K/V")
+
+    image = StoredImage("a:b", bytes(range(32)), key_of([FIRST + 1, FIRST + 2]))
+    catalogue = Catalogue(anywhere=False, positions=positions, watch=Heard())
+    catalogue.stored("disk", Snapshot(b"k" * 32, None, image.space, Span(0, 2), image.tokens, b"[]", ()), DEFAULT)
+    catalogue.check()
+    assert not catalogue.unusable()
+    assert [one.key for one in catalogue.whole(image.space, image.tokens)] == [b"k" * 32]
+    assert not catalogue.whole("a:b", image.tokens)
+    assert catalogue.beginning("a:b", b"") == [b"k" * 32]
+    assert not catalogue.beginning("a", b"")
+    assert (requested(image.space), image_of(image.space)) == ("a:b", image.digest.hex())
+    catalogue.removed("disk", b"k" * 32, "removed")
+    assert not events
     catalogue.check()
 
 

@@ -168,6 +168,7 @@ def _entry(one: Json) -> str:
         )
     else:
         about = f"{one['uses']} uses, {rounded(one['bytes'])}" + (", pinned" if one["pinned"] else "")
+        about += ", features of an image" if one["image"] else ""
     return f"{one['name']}{span}, {about}: {text}"
 
 

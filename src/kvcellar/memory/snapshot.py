@@ -74,6 +74,11 @@ def adapter_of(namespace: str) -> str:
     return name.partition("/")[0]
 
 
+def image_of(namespace: str) -> str:
+    """The digest of the image of a namespace of features, as hexadecimal digits; "": it is of none."""
+    return namespace.removeprefix(IMAGE).partition(":")[0] if namespace.startswith(IMAGE) else ""
+
+
 def key_after(parent: bytes | None, *, identity: bytes, namespace: str, tokens: bytes, secret: bytes = b"") -> bytes:
     """The key of the tokens that follow those of `parent`, or that begin a sequence.
 

@@ -183,7 +183,7 @@ class Catalogue:
             one = self._known.get(key)
             if one is None or tier not in one.tiers:
                 return
-            if self._watch is not None:
+            if self._watch is not None and not one.snapshot.namespace.startswith(IMAGE):
                 self._watch.removed(tier, key)
             one.tiers -= {tier}
             if one.tiers:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvcellar.errors import BadRequest, KvcellarError
-from kvcellar.memory.snapshot import MOST_AHEAD, Snapshot, adapter_of, looking_ahead, requested
+from kvcellar.memory.snapshot import MOST_AHEAD, Snapshot, adapter_of, image_of, looking_ahead, requested
 from kvcellar.memory.tiers.codec import (
     MOST_TOKEN,
     START,
@@ -333,11 +333,12 @@ def fields(one: Stored) -> dict[str, object]:
     """An entry as JSON. Of what was sealed with another key, neither namespace, span nor tokens are known."""
     row, snapshot = one.row, one.snapshot
     kept = row.retention
-    known: dict[str, object] = {"namespace": None, "start": None, "end": None, "tokens": None, "adapter": None}
+    known: dict[str, object] = {"namespace": None, "start": None, "end": None, "tokens": None}
+    known |= {"adapter": None, "image": None}
     if snapshot is not None:
         tokens = list(memoryview(snapshot.tokens[: SHOWN * 8]).cast("q"))
         known = {"namespace": requested(snapshot.namespace), "start": snapshot.span.start, "end": snapshot.span.end}
-        known |= {"tokens": tokens, "adapter": adapter_of(snapshot.namespace)}
+        known |= {"tokens": tokens, "adapter": adapter_of(snapshot.namespace), "image": image_of(snapshot.namespace)}
     return {
         "tier": "disk",
         "name": row.key.hex()[:NAME],

@@ -108,6 +108,7 @@ class StoredEntry(Answer, kw_only=True):
     end: int | None
     tokens: list[int] | None
     adapter: str | None
+    image: str | None  # the digest of the image that it has features of; "": it has K/V
     text: str | None
 
 

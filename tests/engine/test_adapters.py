@@ -219,8 +219,9 @@ def test_what_is_removed_of_a_namespace_includes_what_adapters_computed(llama: P
         assert tenant.entries == 2
         assert engine.cache.remove(namespace="tenant").tokens == tenant.tokens
         assert {one.namespace for one in engine.cache.namespaces()} == {"other"}
-        with pytest.raises(BadRequest, match="a namespace cannot begin with"):
-            running(engine, PROMPT, 4, namespace="\0adapter:x")
+        for own in ("\0adapter:x", "\0image:x"):
+            with pytest.raises(BadRequest, match="a namespace cannot begin with"):
+                running(engine, PROMPT, 4, namespace=own)
 
 
 def test_pins_are_for_requests_with_the_adapter(llama: PreTrainedModel, tmp_path: Path) -> None:

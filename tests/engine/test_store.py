@@ -76,6 +76,25 @@ def conversation(seed: object, turns: int = 3, n: int = 130) -> Iterator[list[in
         yield text
 
 
+def test_a_snapshot_that_is_given_up_while_it_is_read_out_is_no_error(saved, tmp_path, caplog) -> None:
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        store = engine._loop.manager.store
+        assert store is not None
+
+        def give_up() -> bool:
+            assert store._begin_next()
+            return store.stop_reading()
+
+        ended = store.keep
+        given_up = list[bool]()
+        store.keep = lambda *given: (ended(*given), given_up.append(give_up()))  # before any of it is read
+        engine.generate(next(conversation("given up")), **GREEDY)
+        acknowledged(engine)
+        engine.check()
+        assert given_up == [True]
+        assert not caplog.records
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_restarted_engine_goes_on_where_the_last_one_was(saved, tmp_path, name) -> None:
     prompts = list(conversation(name))

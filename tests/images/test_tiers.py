@@ -1,6 +1,5 @@
 """Features of images in the tiers: a tower runs once for an image, whatever becomes of memory."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +13,18 @@ from torch import nn
 
 from kvcellar import Engine
 from kvcellar.engine.core import seeing
+from kvcellar.engine.models import features
 from kvcellar.engine.models.crossing import Crossed
 from kvcellar.engine.models.features import Features, from_bytes, to_bytes
 from kvcellar.memory import restore_plan
+from kvcellar.memory.restore_plan import AGAIN
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.memory.snapshot import IMAGE
 from kvcellar.memory.store import Store
+from kvcellar.memory.tiers.admission import Rate
 from kvcellar.memory.tiers.disk import DiskTier
+from tests.engine.test_slow_tiers import Hanging
+from tests.engine.tiered import settled
 
 from .seeing import LENGTH, Pictures, asked, engine_of, pictures_of
 
@@ -189,6 +193,13 @@ def test_what_cannot_be_read_is_encoded_and_stored_again(
         assert counts(engine) == (2, 1)
 
 
+def hung(engine: Engine, patch: pytest.MonkeyPatch) -> Hanging:
+    """The next reads from its disk wait for `go`."""
+    hanging = Hanging(disk_of(engine).get)
+    patch.setattr(disk_of(engine), "get", hanging)
+    return hanging
+
+
 def test_while_a_tier_hangs_streams_go_on_and_the_image_is_encoded_at_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,18 +209,155 @@ def test_while_a_tier_hangs_streams_go_on_and_the_image_is_encoded_at_last(
         written(engine, 1)
         engine.clear_cache()
         monkeypatch.setattr(restore_plan, "SHORTEST", 0.3)
-        hangs, get = threading.Event(), disk_of(engine).get
-
-        def late(*given: Any) -> Any:
-            hangs.wait()
-            return get(*given)
-
-        monkeypatch.setattr(disk_of(engine), "get", late)
+        monkeypatch.setattr(Rate, "seconds", lambda *_: 0.0)
+        hanging = hung(engine, monkeypatch)
         waiting = asked(engine, pictures, [20], pictures.one, AFTER)
         assert len(asked(engine, pictures, [33] * 9).result().token_ids) == LENGTH  # while it waits
         assert waiting.result().token_ids == cold
         assert counts(engine) == (2, 0)
-        hangs.set()
+        hanging.go.set()
+        settled(engine)
+
+
+def test_the_engine_sleeps_while_all_prompts_wait_for_reads_and_wakes_at_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = pictures_of("llava")
+    with stored(pictures, tmp_path, monkeypatch, image_bytes=None) as engine:
+        asked(engine, pictures, [20], pictures.one, AFTER).result()
+        written(engine, 1)
+        settled(engine)
+        engine.clear_cache()
+        hanging, turns, turn = hung(engine, monkeypatch), list[float](), engine._built.loop._turn
+        monkeypatch.setattr(engine._built.loop, "_turn", lambda: (turns.append(0.0), turn())[1])
+        waiting = asked(engine, pictures, [20], pictures.one, AFTER)
+        assert hanging.inside.acquire(timeout=PATIENCE)
+        before, began = len(turns), time.monotonic()
+        time.sleep(0.5)
+        hanging.go.set()
+        waiting.result()
+        assert len(turns) - before <= 30 * (time.monotonic() - began) + 20  # an engine that does not: thousands
+        assert counts(engine) == (1, 1)
+
+
+def test_a_request_that_is_cancelled_while_its_image_is_read_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = pictures_of("llava")
+    with stored(pictures, tmp_path, monkeypatch, image_bytes=None) as engine:
+        asked(engine, pictures, [20], pictures.one, AFTER).result()
+        written(engine, 1)
+        engine.clear_cache()
+        hanging = hung(engine, monkeypatch)
+        stream = asked(engine, pictures, [33] * 9, max_tokens=200)
+        asked(engine, pictures, [20], pictures.one, AFTER)
+        assert hanging.inside.acquire(timeout=PATIENCE)
+        engine._built.loop.cancel(max(engine._built.loop._requests))
+        eventually(lambda: not store_of(engine).features.readings)
+        hanging.go.set()
+        stream.result()
+        settled(engine)
+        assert counts(engine) == (1, 0)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "mllama"])
+def test_images_of_a_prompt_are_read_one_by_one_where_memory_has_not_room_for_all(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = pictures_of(model_type)
+    both = [[20], pictures.one, [21] * 30, pictures.two, AFTER]
+    with stored(pictures, tmp_path, monkeypatch, image_bytes=None) as engine:
+        cold = asked(engine, pictures, *both).result().token_ids
+        written(engine, 2)
+        room = engine.stats().image_bytes * 3 // 4
+    with stored(pictures, tmp_path, monkeypatch, image_bytes=room) as engine:
+        monkeypatch.setattr(disk_of(engine), "get", later(disk_of(engine).get))
+        stream = asked(engine, pictures, [33] * 9, max_tokens=100)
+        engine._built.loop.call(engine._built.loop.manager.clear_some)
+        assert asked(engine, pictures, [22], *both).result().token_ids
+        stream.result()
+        assert counts(engine) == (0, 2)
+        engine.clear_cache()
+        assert asked(engine, pictures, *both).result().token_ids == cold
+
+
+def later(get: Any) -> Any:
+    def slow(*given: Any) -> Any:
+        time.sleep(0.05)
+        return get(*given)
+
+    return slow
+
+
+def test_what_is_slower_than_the_tower_is_read_once_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = pictures_of("llava")
+    with stored(pictures, tmp_path, monkeypatch, image_bytes=None) as engine:
+        asked(engine, pictures, [20], pictures.one, AFTER).result()
+        written(engine, 1)
+        monkeypatch.setattr(store_of(engine).transfers.reads["disk"], "seconds", lambda _: 1e9)
+        for _ in range(2 * AGAIN):
+            engine.clear_cache()
+            asked(engine, pictures, [20], pictures.one, AFTER).result()
+        assert counts(engine) == (1 + 2 * (AGAIN - 1), 2)
+
+
+@pytest.mark.parametrize("what", ["from_bytes", "to_bytes"])
+def test_too_little_memory_for_a_copy_ends_no_request_and_holds_nothing(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("none is left")
+
+    pictures = pictures_of("llava")
+    with stored(pictures, tmp_path, monkeypatch, image_bytes=None) as engine:
+        if what == "to_bytes":
+            monkeypatch.setattr(features, "_chunk", fails)
+        for at in range(3):
+            engine.clear_cache()
+            asked(engine, pictures, [20 + at], pictures.one, AFTER).result()
+            if what == "from_bytes":
+                written(engine, 1)
+                monkeypatch.setattr(seeing, what, fails)
+        settled(engine)
+        assert len(features_in(engine)) == (what == "from_bytes")
+        assert counts(engine) == (3, 0)
+
+
+def test_what_staging_memory_is_too_small_for_is_counted_and_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = pictures_of("llava", torch.float32)
+    with stored(pictures, tmp_path, monkeypatch, image_bytes=None) as engine:
+        store = store_of(engine)
+        monkeypatch.setattr(store.transfers, "staging", 1 << 10)
+        asked(engine, pictures, [20], pictures.one, AFTER).result()
+        asked(engine, pictures, [21], pictures.one, AFTER).result()
+        assert [(why.split()[:5], count) for why, count in store.failures.items()] == [
+            (["the", "features", "of", "an", "image"], 1)
+        ]
+        settled(engine)
+
+
+@pytest.mark.parametrize("how", ["entry", "namespace", "all"])
+def test_what_is_removed_is_in_memory_no_more_and_not_stored_again(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = pictures_of("llava")
+    with stored(pictures, tmp_path, monkeypatch, image_bytes=None) as engine:
+        asked(engine, pictures, [20], pictures.one, AFTER, namespace="a").result()
+        written(engine, 1)
+        (listed,) = [one for one in engine.cache.listed("disk") if one["image"]]
+        assert (listed["namespace"], listed["end"]) == ("a", pictures.one.rows)
+        if how == "all":
+            engine.cache.clear()
+        else:
+            engine.cache.remove(**{how: listed["name"] if how == "entry" else "a"})
+        assert engine.stats().image_bytes == 0
+        asked(engine, pictures, [20], [21], namespace="a").result()
+        settled(engine)
+        assert not features_in(engine)
+        asked(engine, pictures, [22], pictures.one, AFTER, namespace="a").result()
+        assert counts(engine) == (2, 0)
 
 
 # -- bytes --------------------------------------------------------------------------------------------------------

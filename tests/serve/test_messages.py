@@ -771,7 +771,8 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "there is no option {} of a request; there are {}": "Python",
     "text is a string, not {}": "Python",
     "a namespace is a text of up to {} characters, not {}": "Python: over HTTP it is a digest",
-    "a namespace cannot begin with {}: such names are for what adapters compute": "Python: over HTTP it is a digest",
+    "a namespace cannot begin with {}: such names are for what adapters and towers compute": "Python: over HTTP "
+    "it is a digest",
     "params is SamplingParams(...), not {}": "Python",
     "{} is Constraint(...), not {}": "Python",
     "retention is RetentionOptions(...), not {}": "Python",

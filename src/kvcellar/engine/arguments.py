@@ -15,7 +15,7 @@ from kvcellar.errors import BadRequest, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.images.image import FIRST
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
-from kvcellar.memory.snapshot import ADAPTED
+from kvcellar.memory.snapshot import ADAPTED, IMAGE
 from kvcellar.memory.spans import whole
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.text.tokens import check_unicode
@@ -40,8 +40,8 @@ def receiver(deliver: Callable[[Event], None]) -> Callable[[Event], None]:
 
 
 def namespace_name(namespace: Any) -> str:
-    if isinstance(namespace, str) and namespace.startswith(ADAPTED):
-        raise BadRequest(f"a namespace cannot begin with {ADAPTED!r}: such names are for what adapters compute")
+    if isinstance(namespace, str) and (own := next(filter(namespace.startswith, (ADAPTED, IMAGE)), "")):
+        raise BadRequest(f"a namespace cannot begin with {own!r}: such names are for what adapters and towers compute")
     if not isinstance(namespace, str) or len(namespace) > MOST_NAMESPACE:
         raise BadRequest(f"a namespace is a text of up to {MOST_NAMESPACE} characters, not {shown(namespace)}")
     check_unicode(name := str.__str__(namespace), "namespace")

@@ -151,6 +151,7 @@ class Store:
                 identity=identity,
                 secret=secret,
                 renew=self._renew,
+                not_written=self._not_written,
                 clock=clock,
             )
             opened.pop_all()
@@ -163,13 +164,17 @@ class Store:
                 self._others.note(snapshot.namespace, identity.hex(), snapshot.tokens)
         self._note_lost()
         self._prefixes.know_others(self._others, self.identity.hex())
-        self.transfers.prepare(max((snapshot.size for snapshot in self.catalogue), default=0))
+        self.transfers.prepare(max((snapshot.size for snapshot in self.of_texts()), default=0))
+
+    def of_texts(self) -> Iterator[Snapshot]:
+        """All snapshots but features of images."""
+        return (snapshot for snapshot in self.catalogue if not snapshot.namespace.startswith(IMAGE))
 
     def _note_lost(self) -> None:
         """Requests are told what was damaged since the last call, and what cannot be used is removed."""
         if unusable := self.catalogue.unusable():
             self.transfers.remove(unusable)
-        for lost in self.catalogue.lost():
+        for lost in [one for one in self.catalogue.lost() if not one.namespace.startswith(IMAGE)]:
             why = f"the {lost.tier} tier had other bytes than were written"
             self._prefixes.losses.damaged(lost.namespace, lost.key, lost.start, why)
 
@@ -297,7 +302,7 @@ class Store:
         self._posted((lambda: written(transfer)) if transfer.stores else _nothing)
 
     def _written(self, transfer: Transfer) -> None:
-        del self._on_way[transfer.snapshot.key]
+        self._on_way.pop(transfer.snapshot.key, None)  # it is not there if it was given up before all was read
         if transfer.outcome is Outcome.STORED:
             self.written += len(transfer.snapshot.span)
 

@@ -10,9 +10,12 @@ Features are an entry without one before it, in a namespace of their own, whose 
 rows of the image. So their key is made of all that decides them, requests of a namespace read what such requests have
 stored, and what removes a namespace removes them.
 
+An entry is as large as the features, so these are stored where a fourth of the staging memory has room for them.
+
 Always true:
   * a reading that has not ended has a transfer, or looks, or waits for staging memory;
-  * one that makes no progress for as long as snapshots are waited for is over: the tower makes the features.
+  * one that makes no progress for as long as snapshots are waited for is over: the tower makes the features;
+  * what is on its way is in no tier yet, and has memory reserved.
 """
 
 import time
@@ -21,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from kvcellar.memory.prefix.node import TOKEN
 from kvcellar.memory.prefix.stored import Catalogue
-from kvcellar.memory.restore_plan import Look, News, patience
+from kvcellar.memory.restore_plan import AGAIN, Look, News, patience
 from kvcellar.memory.retention import Retention, RetentionOptions
 from kvcellar.memory.snapshot import Snapshot, StoredImage, key_after
 from kvcellar.memory.spans import Span
@@ -63,14 +66,17 @@ class StoredFeatures:
         identity: bytes,
         secret: bytes,
         renew: Callable[[Sequence[bytes], Retention], None],
+        not_written: Callable[[str], None],
         clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`identity` and `secret` as in `Store`; `renew` keeps entries longer; `wall` is the clock of retention."""
+        """`identity` and `secret` as in `Store`; `renew` keeps entries longer; `not_written` is told why something is
+        not stored; `wall` is the clock of retention."""
         self._transfers, self._catalogue, self._news = transfers, catalogue, news
         self._identity, self._secret, self._renew = identity, secret, renew
-        self._clock, self._wall = clock, wall
-        self._readings: set[Reading] = set()
+        self._not_written, self._clock, self._wall = not_written, clock, wall
+        self._slow = 0  # how often reading seemed to take longer than the tower
+        self.readings: set[Reading] = set()
         self.on_way: set[bytes] = set()  # keys of what is being written
 
     # -- writing ------------------------------------------------------------------------------------------------
@@ -88,19 +94,29 @@ class StoredFeatures:
         record: bytes,
         sizes: Sequence[int],
         chunks: Callable[[], list[bytes]],
-    ) -> None:
-        """Write features that are not stored to all tiers, unless there is too little staging memory now. `chunks`
-        returns bytes of these `sizes`."""
+    ) -> bool:
+        """Write features to all tiers, unless they are stored. `chunks` returns bytes of these `sizes`. False if there
+        is too little staging memory now. Raises what `chunks` raises."""
         key, span = self._key(image), Span(0, len(image.tokens) // TOKEN)
         snapshot = Snapshot(key, None, image.space, span, image.tokens, record, tuple(sizes))
-        if key in self.on_way or snapshot.size > self._transfers.largest:
-            return
-        if (transfer := self._transfers.reserve(snapshot)) is not None:
-            self.on_way.add(key)
-            self._transfers.put(transfer, chunks(), self._retention(options))
+        if key in self._catalogue or key in self.on_way:
+            return True
+        if snapshot.size > self._transfers.largest:
+            self._not_written(f"the features of an image have {snapshot.size} bytes")
+            return True
+        if (transfer := self._transfers.reserve(snapshot)) is None:
+            return False
+        self.on_way.add(key)
+        try:
+            made = chunks()
+        except BaseException:
+            self._transfers.cancel(transfer)
+            raise
+        self._transfers.put(transfer, made, self._retention(options))
+        return True
 
     def written(self, transfer: Transfer) -> None:
-        """It has ended."""
+        """It has ended, or was cancelled."""
         self.on_way.remove(transfer.snapshot.key)
 
     def _retention(self, options: RetentionOptions) -> Retention:
@@ -117,7 +133,7 @@ class StoredFeatures:
         """A prompt needs features."""
         looks = self._news.ask(image.space, lambda: image.tokens, lambda: self._key(image) not in self._catalogue)
         reading = Reading(image, self._clock(), looks)
-        self._readings.add(reading)
+        self.readings.add(reading)
         return reading
 
     def advance(self, reading: Reading, computing: float) -> bool:
@@ -138,16 +154,19 @@ class StoredFeatures:
         return transfer.outcome is None
 
     def _fetch(self, reading: Reading, computing: float) -> bool:
-        """Begin to read, where there is staging memory. False if no tier has it, or the tower is faster."""
-        image, key = reading.image, self._key(reading.image)
-        found, source = self._catalogue.whole(image.space, image.tokens), self._transfers.source(key)
-        if not found or source is None or found[0].key != key or found[0].size > self._transfers.largest:
+        """Begin to read, where there is staging memory. False if no tier has it, or the tower is faster: but of
+        `AGAIN` readings that seem too slow, one is made."""
+        key = self._key(reading.image)
+        found, source = self._catalogue.get(key), self._transfers.source(key)
+        if found is None or source is None or found.size > self._transfers.largest:
             return False
-        seconds = self._transfers.reads[source].seconds(found[0].size)
+        seconds = self._transfers.reads[source].seconds(found.size)
         reading.longest = patience(seconds, computing)
-        if computing and seconds > computing:
-            return False
-        reading.transfer = self._transfers.fetch(found[0])
+        if 0 < computing < seconds:
+            self._slow += 1
+            if self._slow % AGAIN:
+                return False
+        reading.transfer = self._transfers.fetch(found)
         return True
 
     def refuse(self, reading: Reading) -> None:
@@ -158,10 +177,10 @@ class StoredFeatures:
 
     def end(self, reading: Reading) -> None:
         """Free what was read. May be called again."""
-        self._readings.discard(reading)
+        self.readings.discard(reading)
         if reading.transfer is not None:
             self._transfers.cancel(reading.transfer)
 
     def check(self) -> None:
         """Assert what is always true."""
-        assert all(one.transfer is None or not one.looks for one in self._readings)
+        assert all(one.transfer is None or not one.looks for one in self.readings)

@@ -5,7 +5,7 @@ slices between steps, so that no request waits for more than one slice; the stor
 thread.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from kvcellar.memory.prefix.listing import Listed, Walk
 from kvcellar.memory.prefix.node import TOKEN, Node, key_of, path_key, root_of
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.prefixes import SLICE
-from kvcellar.memory.snapshot import IMAGE, Snapshot, requested
+from kvcellar.memory.snapshot import IMAGE, Snapshot, StoredImage, requested
 from kvcellar.memory.store import Store
 from kvcellar.memory.tiers import upkeep
 from kvcellar.memory.tiers.disk import DiskTier
@@ -121,9 +121,13 @@ class Contents:
         texts = [(namespace, key)] if entry is None else []
         if (store := self._loop.manager.store) is not None:
             texts += upkeep.beginnings(self._on_disk(store), entry) if entry is not None else []
-            removed = store.remove_all(self._stored(store, namespace, entry, key))
-        if entry is None and not key:
-            self._drop_features(namespace)
+            stored = self._stored(store, namespace, entry, key)
+            spaces = {one.namespace for one in store.catalogue if one.key in stored}
+            removed = store.remove_all(stored)
+        else:
+            spaces = set[str]()
+        whole = entry is None and not key
+        self._drop_features(lambda one: one.space in spaces or (whole and namespace in (None, one.namespace)))
         tree = self._loop.call(lambda: self._tree)
         nodes = list(self._selected(namespace, entry, key))
         if entry is not None:
@@ -142,13 +146,12 @@ class Contents:
                 disk.remove(keys)
                 removed += len(keys)
         self._remove_drafts([(None, b"")])
-        self._drop_features(None)
+        self._drop_features(lambda _: True)
         tree = self._loop.call(lambda: self._tree)
         return Removed(self._discard(tree, self._loop.call(tree.roots), "removed by `cache clear`"), removed)
 
-    def _drop_features(self, namespace: str | None) -> None:
-        """Free the features of images that requests of a namespace have sent, or of all."""
-        self._loop.call(lambda: self._loop.manager.drop_features(namespace, self._loop.scheduler.running))
+    def _drop_features(self, which: Callable[[StoredImage], bool]) -> None:
+        self._loop.call(lambda: self._loop.manager.drop_features(which, self._loop.scheduler.running))
 
     def _on_disk(self, store: Store) -> list[upkeep.Stored]:
         """The entries on disk that a store can read; none without a disk."""

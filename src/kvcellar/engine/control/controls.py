@@ -84,7 +84,7 @@ class Controls:
     def _clear_cache(self) -> None:
         loop, changes = self._built.loop, "clearing the cache"
         loop.call(lambda: loop.manager.drafting.forget(None), changes=changes)
-        loop.call(lambda: loop.manager.drop_features(None, loop.scheduler.running), changes=changes)
+        loop.call(lambda: loop.manager.drop_features(lambda _: True, loop.scheduler.running), changes=changes)
         while loop.call(loop.manager.clear_some, changes=changes):
             pass  # between two steps, each time
 

@@ -256,7 +256,8 @@ class Loop:
                     return self._rest()
                 self._step()
                 seeing = self.manager.seeing
-                return READS if self._stalled and seeing is not None and seeing.reads else 0.0
+                waits = self._stalled and seeing is not None and seeing.reads
+                return READS if waits and not self._pump() else 0.0
         except BaseException as error:  # other engines are on this thread
             log.exception("the engine's thread met an error it did not expect; the engine is closed")
             reason = error
@@ -360,12 +361,13 @@ class Loop:
         seeing, running = self.manager.seeing, self.scheduler.running
         if seeing is None:
             return
+        began = self._clock()
         seeing.evict(running)  # running prompts have passed images since the last time
         seeing.read(running)
         if (found := seeing.missing(running)) is None:
             seeing.abandon()
+            self.scheduler.waited(self._clock() - began)
             return
-        began = self._clock()
         try:
             seeing.encode(*found, running, self.scheduler.between())
         except ModelRefused as error:  # of this image, before anything of it was computed in memory

@@ -8,8 +8,8 @@ By cross-attention, all tokens behind an image see it, up to the next one. Its f
 runs that sees it; one that resumes behind an image whose features are gone encodes it again.
 
 Always true:
-  * `bytes` are those of all features that are kept: with what is being read less than `most`, beside one image, before
-    each that is encoded or read ahead of need; beyond that there is one image for each running prompt that comes to it
+  * `bytes` are those of all features that are kept: less than `most`, beside one image, before each that is encoded or
+    read ahead of need, one at a time; beyond that there is one image for each running prompt that comes to it
     next, of one that is computed whole all, or by cross-attention those that the first running completion with images
     sees or comes to next;
   * features that a completion in decode sees are kept;
@@ -19,7 +19,7 @@ Always true:
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -51,6 +51,7 @@ class Seeing:
         self._features: dict[StoredImage, Features] = {}  # the longest unused first
         self._readings: dict[StoredImage, Reading] = {}
         self._read: set[StoredImage] = set()  # of running prompts: not looked for in tiers again
+        self._unwritten: set[StoredImage] = set()  # were encoded, and not given to tiers
         self._positions: dict[PromptImages, tuple[Tensor, int]] = {}  # [axes,T] of prompts, and the next one behind
         self._begun: tuple[StoredImage, Sliced[Features]] | None = None  # of the image that is being encoded
         self._spent, self._tower = 0.0, Rate()  # seconds for that; of rows through the tower
@@ -87,7 +88,7 @@ class Seeing:
         for number, completion in enumerate(with_images):
             images = completion.request.images
             assert images is not None
-            if images.crossed and number > 0 and self._full:
+            if images.crossed and number > 0 and self.bytes >= self.most:
                 return
             if completion.status is Status.PREFILL:
                 next_ones = images.together(completion.computed)
@@ -99,40 +100,47 @@ class Seeing:
 
     @property
     def _full(self) -> bool:
-        return self.bytes + sum(one.bytes for one in self._readings.values()) >= self.most
+        """Whether nothing is encoded or read ahead of need. What is being read may have any size."""
+        return bool(self._readings) or self.bytes >= self.most
 
     def read(self, running: Sequence[Completion]) -> None:
-        """Begin to read what tiers have of the images that running prompts need, and keep what has arrived."""
+        """Begin to read what tiers have of the images that running prompts need, and keep of what has arrived one, so
+        that streams wait for no more."""
         if (stored := self._stored) is None:
             return
-        for image, reading in list(self._readings.items()):
-            if not stored.advance(reading, self._tower.seconds(len(image.tokens) // TOKEN)):
-                self._end(image)
-        wanted = set[StoredImage]()
-        for completion, index in self._lacking(running):
-            wanted.add(image := _key(completion, index))
+        needed = self._needed(running)
+        for image in [one for one in self._readings if one not in needed]:
+            stored.end(self._readings.pop(image))
+        self._read &= needed
+        for image in [_key(*one) for one in self._lacking(running)]:
             if image not in self._read and (self._begun is None or self._begun[0] != image):
                 self._read.add(image)
-                reading = self._readings[image] = stored.begin(image)
-                if not stored.advance(reading, self._tower.seconds(len(image.tokens) // TOKEN)):
-                    self._end(image)
-        for image in [one for one in self._readings if one not in wanted]:
-            stored.end(self._readings.pop(image))
-        self._read &= wanted
+                self._readings[image] = stored.begin(image)
+        for image, reading in list(self._readings.items()):
+            if not stored.advance(reading, self._tower.seconds(len(image.tokens) // TOKEN)):
+                del self._readings[image]
+                if self._taken(reading):
+                    break
         self.evict(running)
 
-    def _end(self, image: StoredImage) -> None:
-        """A reading is over: keep what it has found."""
-        stored, reading = self._stored, self._readings.pop(image)
+    def _taken(self, reading: Reading) -> bool:
+        """Keep what a reading has found, which is over. False if that is nothing."""
+        stored, loaded = self._stored, reading.loaded
         assert stored is not None
-        if (loaded := reading.loaded) is not None:
-            if (made := self._made(image, loaded)) is not None:
-                self._keep(image, made)
+        try:
+            if loaded is None:
+                return False
+            if (made := self._made(reading.image, loaded)) is not None:
+                self._keep(reading.image, made)
                 self.restored += 1
-            else:
-                log.warning("stored features of an image are not used: they are of another kind")
-                stored.refuse(reading)
-        stored.end(reading)
+                return True
+            log.warning("stored features of an image are not used: they are of another kind")
+            stored.refuse(reading)
+        except (RuntimeError, MemoryError) as error:  # too little memory, as a rule: the tower may find more
+            log.warning("stored features of an image are not used: %s: %s", type(error).__name__, error)
+        finally:
+            stored.end(reading)
+        return False
 
     def _made(self, image: StoredImage, loaded: Loaded) -> Features | None:
         """Features of what was read; None if it is not what this network makes of such an image."""
@@ -146,16 +154,26 @@ class Seeing:
         self._features[image] = made
         self.bytes += made.bytes
 
-    def store(self, request: Request) -> None:
-        """Write the features of its images, if it allows that, which are kept and which tiers have not got."""
-        if self._stored is None or request.images is None or not request.retention.stored:
+    def _drop(self, image: StoredImage) -> None:
+        self.bytes -= self._features.pop(image).bytes
+        self._unwritten.discard(image)
+
+    def store(self, request: Request, images: Iterable[StoredImage]) -> None:
+        """If a request allows it, write features of its images that were encoded, and keep those that are stored at
+        least as long as it says."""
+        if (stored := self._stored) is None or not request.retention.stored:
             return
         like = self.vision.like
         assert like is not None, "a network that takes images was tested"
-        for image in request.images.keys:
-            features = self._features.get(image)
-            if not self._stored.renew(image, request.retention) and features is not None:
-                self._stored.keep(image, request.retention, *to_bytes(features, like))
+        for image in images:
+            if stored.renew(image, request.retention) or image not in self._unwritten:
+                continue
+            try:
+                if stored.keep(image, request.retention, *to_bytes(self._features[image], like)):
+                    self._unwritten.remove(image)
+            except (RuntimeError, MemoryError) as error:  # of bytes for a copy
+                log.warning("features of an image are not stored: %s: %s", type(error).__name__, error)
+                self._unwritten.remove(image)
 
     def encode(self, completion: Completion, index: int, running: Sequence[Completion], seconds: float) -> None:
         """Encode an image of a completion, for about so many seconds. What was begun of another one is lost. Raises
@@ -178,7 +196,8 @@ class Seeing:
             self._begun, self._spent = None, 0.0
             self._keep(key, made)
             self.encoded += 1
-            self.store(completion.request)
+            self._unwritten.add(key)
+            self.store(completion.request, [key])
             self.evict(running)
 
     def _encoding(self, prompt: Sequence[int], image: ImageInput, span: Span) -> Sliced[Features]:
@@ -198,8 +217,8 @@ class Seeing:
 
     @property
     def reads(self) -> bool:
-        """Whether features are being read, at the end of which the engine is woken."""
-        return bool(self._readings)
+        """Whether there is nothing to do but to read features, at the end of which the engine is woken."""
+        return bool(self._readings) and self._begun is None
 
     def evict(self, running: Sequence[Completion]) -> None:
         """Free features that are not needed, down to fewer than are allowed."""
@@ -209,7 +228,7 @@ class Seeing:
         for image in [one for one in self._features if one not in needed]:
             if self.bytes < self.most:
                 return
-            self.bytes -= self._features.pop(image).bytes
+            self._drop(image)
 
     def _needed(self, running: Iterable[Completion]) -> set[StoredImage]:
         return {
@@ -219,11 +238,11 @@ class Seeing:
             for index in one.request.images.needed(one.computed)
         }
 
-    def drop(self, namespace: str | None, running: Sequence[Completion]) -> None:
-        """Free the features of a namespace, or of all, but for those that running completions need."""
+    def drop(self, which: Callable[[StoredImage], bool], running: Sequence[Completion]) -> None:
+        """Free the features of these images, but for those that running completions need."""
         needed = self._needed(running)
-        for image in [one for one in self._features if namespace in (None, one.namespace) and one not in needed]:
-            self.bytes -= self._features.pop(image).bytes
+        for image in [one for one in self._features if which(one) and one not in needed]:
+            self._drop(image)
 
     def _ids(self, tokens: Iterable[int]) -> list[int]:
         """As the network gets them."""
@@ -322,7 +341,7 @@ class Seeing:
     def forget(self, request: Request, running: Sequence[Completion]) -> None:
         """It is over."""
         if request.images is not None:
-            self.store(request)
+            self.store(request, request.images.keys)
             self._positions.pop(request.images, None)
             self.evict(running)
 
@@ -334,6 +353,8 @@ class Seeing:
         assert self.bytes == sum(one.bytes for one in self._features.values())
         assert self._begun is None or self._begun[0] not in {*self._features, *self._readings}
         assert self._readings.keys() <= self._read and not self._readings.keys() & self._features.keys()
+        assert self._unwritten <= self._features.keys()
+        assert self._stored is None or self._stored.readings == {*self._readings.values()}
 
 
 def _key(completion: Completion, index: int) -> StoredImage:

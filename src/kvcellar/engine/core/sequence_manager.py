@@ -9,7 +9,7 @@ Always true:
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from kvcellar.memory.prefix.kv_events import KvEvents
 from kvcellar.memory.prefix.node import TOKEN, Reuse, key_of
 from kvcellar.memory.prefix_cache import PrefixCache
 from kvcellar.memory.prefixes import EVERY, SLICE, USUAL, Prefix, Prefixes, Shares
+from kvcellar.memory.snapshot import StoredImage
 from kvcellar.memory.spans import Span
 from kvcellar.memory.store import OpenStore, Store
 
@@ -183,10 +184,10 @@ class SequenceManager:
         self._running[prefix.seq] = completion, prefix
         completion.seq, completion.computed = prefix.seq, prefix.restored
 
-    def drop_features(self, namespace: str | None, running: Sequence[Completion]) -> None:
-        """Free the features of images that requests of a namespace have sent, or of all, as far as none needs them."""
+    def drop_features(self, which: Callable[[StoredImage], bool], running: Sequence[Completion]) -> None:
+        """Free the features of these images, as far as no completion needs them."""
         if self.seeing is not None:
-            self.seeing.drop(namespace, running)
+            self.seeing.drop(which, running)
 
     def _publish_needed(self, namespace: str, key: bytes) -> None:
         """Publish what running completions have drawn, as far as a key goes on with it."""

@@ -108,7 +108,7 @@ def open_store(
     )
     store = opened.enter_context(closing(made()))
     store.load()
-    memory.storage.page_in(2 * sum(len(snapshot.span) for snapshot in store.catalogue), int(share * PAGED_IN))
+    memory.storage.page_in(2 * sum(len(snapshot.span) for snapshot in store.of_texts()), int(share * PAGED_IN))
     return store
 
 

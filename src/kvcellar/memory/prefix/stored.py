@@ -260,6 +260,10 @@ class Catalogue:
         one = self._known.get(key)
         return one.tiers if one is not None else frozenset()
 
+    def get(self, key: bytes) -> Snapshot | None:
+        one = self._known.get(key)
+        return one.snapshot if one is not None else None
+
     def expires(self, key: bytes) -> bool:
         """Whether a snapshot has a time at which it is deleted, or had one."""
         one = self._known.get(key)

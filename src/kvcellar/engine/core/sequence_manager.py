@@ -396,6 +396,7 @@ class SequenceManager:
             assert completion.seq is not None
             assert self.memory.length(completion.seq) == completion.computed
             found = self._running.get(completion.seq)
-            assert (found is None) <= (self.memory.derived(completion.seq) is not None)
+            begun = self.memory.has(completion.seq)  # else it has a sequence, and no step had its first tokens
+            assert (found is None) <= (begun and self.memory.derived(completion.seq) is not None)
             assert found is None or (found[0] is completion and found[1].published <= completion.computed)
             assert found is None or found[1].seq == completion.seq

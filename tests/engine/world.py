@@ -477,10 +477,10 @@ class World:
                 assert not cuts, "a step has a part of them"
         first, together = self._first or (None, 0)
         unserved = {id(one) for one in now if one in running and one.status is Status.DECODE and id(one) not in given}
+        room = self.step_tokens - sum(one.status is Status.DECODE for one in running)
         if any(share.completion.status is Status.PREFILL for share in shares):
-            room = self.step_tokens - sum(one.status is Status.DECODE for one in running)
             assert not unserved or together > room, "a completion that reads was served before one that writes"
-        assert not unserved & self._left_out, "a stream waits for two steps"
+        assert not unserved & self._left_out or room < 0, "a stream waits for two steps"
         self._left_out = unserved
         waited: tuple[int, int] | None = None
         if first is not None and first in now and id(first) not in given and not self._encodes(first):

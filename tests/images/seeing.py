@@ -152,6 +152,7 @@ def submitted(
     n: int = 1,
     *,
     adapter: str | None = None,
+    namespace: str = "",
     **options: Any,
 ) -> Collector:
     usual: dict[str, Any] = {"temperature": 0.0, "max_tokens": LENGTH, "logprobs": 1}
@@ -159,7 +160,13 @@ def submitted(
     client, collector = engine._requests.client, Collector(n)
     number = client.number()
     submission = Submission(
-        number=number, prompt=key_of(prompt), params=params, seed=1, images=tuple(images), adapter=adapter
+        number=number,
+        prompt=key_of(prompt),
+        params=params,
+        seed=1,
+        images=tuple(images),
+        adapter=adapter,
+        namespace=namespace,
     )
     output = OutputProcessor(
         params,

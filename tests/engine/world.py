@@ -72,6 +72,7 @@ class Ask:
     weight: float = 1.0
     images: tuple[tuple[int, int], ...] = ()  # where each begins, and its tokens, which see each other
     whole: bool = False  # all tokens of the prompt see each other
+    crossed: bool = False  # an image has one token, and those behind it see it by cross-attention
 
     def pictured(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], PromptImages | None]:
         """The prompt with the rows of its images. What begins at the same place and is as long is the same image."""
@@ -84,7 +85,8 @@ class Ask:
         )
         for image, (at, rows) in zip(inputs, self.images, strict=True):
             made[at : at + rows] = image.row_ids()
-        return tuple(made), PromptImages(made, inputs, ahead=True, whole_prompt=self.whole)
+        how = {"ahead": not self.crossed, "whole_prompt": self.whole, "crossed": self.crossed}
+        return tuple(made), PromptImages(made, inputs, **how)
 
 
 class Device:

@@ -72,6 +72,7 @@ class Ask:
     weight: float = 1.0
     images: tuple[tuple[int, int], ...] = ()  # where each begins, and its tokens, which see each other
     whole: bool = False  # all tokens of the prompt see each other
+    logprobs: bool = False  # of its prompt
     crossed: bool = False  # an image has one token, and those behind it see it by cross-attention
 
     def pictured(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], PromptImages | None]:
@@ -251,7 +252,8 @@ class World:
 
     def submit(self, number: int, ask: Ask) -> None:
         heard = self.heard[number] = Heard()
-        params = SamplingParams(max_tokens=ask.max_tokens, n=ask.n, temperature=0.0)
+        told = 0 if ask.logprobs else None
+        params = SamplingParams(max_tokens=ask.max_tokens, n=ask.n, temperature=0.0, prompt_logprobs=told)
         first = 2 * ask.family if ask.family is not None else 2 * number + 1
         prompt, images = ask.pictured((first, *range(1, ask.prompt)))
         retention = RetentionOptions(owner=ask.owner, weight=ask.weight)

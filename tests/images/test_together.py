@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcellar.engine.core.request import Completion
 from kvcellar.memory.cells.layouts import Causal, Sliding
 from tests.engine.world import Ask, World
 
@@ -34,6 +35,7 @@ def a_prompt(draw: Random, whole: bool) -> Ask:
         owner=draw.choice(["", "other"]),
         images=tuple(images),
         whole=whole,
+        logprobs=not whole and draw.random() < 0.3,
     )
 
 
@@ -57,6 +59,7 @@ def test_neither_streams_nor_tokens_that_see_each_other_wait_for_more_than_a_ste
         gap=gap,
         drafts=Random(seed) if drafts else None,
     )
+    world.scheduler._scored, world.scheduler._scored_beside = 9, 3
     world.play(asks)
     for number, ask in enumerate(asks):
         reasons = world.heard[number].reasons
@@ -92,6 +95,16 @@ def test_what_a_step_has_to_have_whole_does_not_wait_for_the_end_of_streams(whol
     assert sorted(over) == [*range(streams, streams + 4)]
     assert max(over.values()) <= 20 + 2 * 4 + 4, "two steps each"
     assert given[34] - given[20] >= streams * 7, "streams have every second step"
+
+
+def test_tokens_that_see_each_other_are_together_where_a_step_has_the_logits_of_fewer(monkeypatch):
+    """Also where all of them had some, as the tokens of text inside of an image."""
+    monkeypatch.setattr(Completion, "scored", lambda self, tokens: range(tokens) if self.reads else ())
+    world = World({"full": Causal()}, {"full": 8000}, step_tokens=STEP)
+    world.scheduler._scored = world.scheduler._scored_beside = 3
+    asks = [Ask(0, 40, 3, images=((at, 9), (at + 12, STEP - 13)), logprobs=True) for at in (0, 2, 5)]
+    world.play([Ask(0, 3, 90), *asks])
+    assert all(heard.reasons == {0: "length"} for heard in world.heard.values())
 
 
 def test_outputs_of_a_whole_prompt_share_it_beside_streams():

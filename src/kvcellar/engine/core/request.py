@@ -240,10 +240,13 @@ class Completion:
         most = most if reading is None or reading.done else min(most, reading.known)
         return most if images is None else images.resumes(most)
 
-    def scored(self, tokens: int) -> range:
+    def scored(self, tokens: int) -> Sequence[int]:
         """Which of its next tokens, counted from 0, have logits that its request reads."""
         reading = self.request.prompt_reading
-        return range(0) if reading is None or isinstance(reading, Pooled) else to_read(reading, self.computed, tokens)
+        if reading is None or isinstance(reading, Pooled):
+            return ()
+        rows = to_read(reading, self.computed, tokens)
+        return [rows.start + row for row in reading.scored(self.computed + rows.start, len(rows))]
 
     @property
     def pos(self) -> int:

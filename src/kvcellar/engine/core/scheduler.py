@@ -443,9 +443,12 @@ class Scheduler:
             return tokens
         others = [one for one in step.scheduled if one.completion is not completion]
         decodes = any(one.completion.status is Status.DECODE for one in others)
-        left = self._scored_beside if decodes else self._scored
-        left -= sum(len(one.completion.scored(one.tokens)) for one in others)
-        return tokens if len(rows) <= left else rows.start + max(0, left)
+        scored = sum(len(one.completion.scored(one.tokens)) for one in others)
+        left = max(0, (self._scored_beside if decodes else self._scored) - scored)
+        if len(rows) <= left:
+            return tokens
+        fewer = _whole(completion, rows[left], tokens)
+        return fewer if fewer or scored else self._whole_images(completion, step, 1)
 
     def _whole_images(self, completion: Completion, step: _Step, tokens: int) -> int:
         """As many of its next tokens, up to about `tokens`, as end at no place inside an image that a step has to have

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -43,6 +44,24 @@ def test_outputs_of_a_prompt_share_it(engine: Engine, pictures: Pictures) -> Non
     found = asked(engine, pictures, pictures.one, AFTER, n=3).result()
     assert [list(one.token_ids) for one in found.choices] == 3 * [pictures.greedy(pictures.one, AFTER)]
     assert engine.stats().prefill_tokens - before == found.usage.prompt_tokens
+
+
+def test_a_prompt_as_long_as_a_step_is_answered_while_a_stream_runs_and_changes_no_text(
+    engine: Engine, pictures: Pictures
+) -> None:
+    long = (MOST * AFTER)[:MOST]
+    alone = asked(engine, pictures, BEFORE, max_tokens=100).result().choices[0].token_ids
+    loop, all_are_there = engine._built.loop, Event()
+    loop.post(all_are_there.wait)
+    stream = asked(engine, pictures, BEFORE, max_tokens=100)
+    parts = [[long], [pictures.one, AFTER], [long]]
+    others = [asked(engine, pictures, *one) for one in parts]
+    all_are_there.set()
+    for one, text in zip(others, parts, strict=True):
+        assert list(one.result().choices[0].token_ids) == pictures.greedy(*text)
+    assert stream.result().choices[0].token_ids == alone
+    ended = [one.number for one in loop.call(lambda: list(loop.last))][:4]  # the last one first
+    assert ended[0] == min(ended), "the stream, which came first, ends last"
 
 
 def test_what_needs_more_than_a_step_or_parts_of_a_prompt_is_refused(engine: Engine, pictures: Pictures) -> None:

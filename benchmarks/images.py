@@ -73,7 +73,14 @@ TOWERS: Mapping[str, Sizes] = MappingProxyType(
         "Qwen3-VL-2B, 448 x 448": Sizes("qwen3_vl", _QWEN, grid=28),
     }
 )
-SMALLEST: Mapping[str, Sizes] = MappingProxyType({"CLIP": Sizes("llava", _clip(56, 14, **SMALL))})
+SMALLEST: Mapping[str, Sizes] = MappingProxyType(
+    {
+        "CLIP": Sizes("llava", _clip(56, 14, **SMALL)),
+        "Qwen3-VL": Sizes(
+            "qwen3_vl", _QWEN | {"hidden_size": 64, "depth": 18, "intermediate_size": 96, "num_heads": 4}, grid=4
+        ),
+    }
+)
 
 
 def network(sizes: Sizes, text: Mapping[str, Any]) -> PreTrainedModel:
@@ -123,11 +130,12 @@ def towers(sizes: Sizes, rounds: int) -> Took:
     vision, (rows, inputs) = vision_of(ours), image_of(sizes)
     assert vision is not None
     ids, several = rows * [PLACEHOLDER], {name: torch.cat(BATCH * [one]) for name, one in inputs.items()}
+    apart = BATCH * [*ids, END]  # networks with positions of several axes take images without text between for one
     ways: tuple[Callable[[], object], ...] = (
         lambda: theirs.get_image_features(**inputs),
         lambda: vision.encoding(ids, inputs).run(inf),
         lambda: vision.encode(ids, inputs),
-        lambda: vision.encoding(BATCH * ids, several).run(inf),
+        lambda: vision.encoding(apart, several).run(inf),
     )
     took: list[list[float]] = [[] for _ in ways]
     with torch.inference_mode():

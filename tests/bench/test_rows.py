@@ -103,6 +103,7 @@ def test_fragmented_and_compacted_memory_hold_the_same_cells(capsys: pytest.Capt
 def test_images_are_measured_in_slices_and_at_once(capsys: pytest.CaptureFixture[str]):
     _, last = measured(capsys, "images")
     assert last["towers"]["CLIP"]["slices"] == 3
+    assert last["towers"]["Qwen3-VL"]["slices"] > 18, "positions of several axes, and one for each layer at least"
     assert list(last["streams"]) == ["alone", "a text as long", "in slices", "at once"]
     assert [one["status"] for one in last["files"].values()] == [200, 400]
 

@@ -5,6 +5,7 @@ What the runner does with a network is done here in integers: tokens are numbers
 `max_tokens`. With drafts, some of them are accepted. Time is virtual, and everything is deterministic.
 """
 
+import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 from kvcellar.engine.core.device import Inbox
 from kvcellar.engine.core.drafting import Drafting
 from kvcellar.engine.core.loop import Loop
+from kvcellar.engine.core.prompt_images import PromptImages
 from kvcellar.engine.core.request import Completion, Request, Scheduled, Status
 from kvcellar.engine.core.scheduler import PASSED, ROUND, Chunks, Scheduler
 from kvcellar.engine.core.sequence_manager import SequenceManager
@@ -26,18 +28,20 @@ from kvcellar.engine.messages import Drawn, Ended, EngineEvent, Submission
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.errors import CacheFull
 from kvcellar.events import Done, Failed, FinishReason
+from kvcellar.images.image import ImageInput
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.kv.group import Group
 from kvcellar.memory.kv.record import positions
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.memory import Memory
-from kvcellar.memory.plan import Batch
+from kvcellar.memory.plan import Ahead, Batch
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.prefixes import Prefixes
 from kvcellar.memory.restores import Evict
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.memory.shapes import Plane
+from kvcellar.memory.spans import Span
 from kvcellar.memory.store import Store
 from kvcellar.memory.tiers.lanes import Lane
 from kvcellar.memory.tiers.tier import Tier
@@ -66,6 +70,24 @@ class Ask:
     family: int | None = None  # prompts of a family begin alike; others differ from their first token on
     owner: str = ""
     weight: float = 1.0
+    images: tuple[tuple[int, int], ...] = ()  # where each begins, and its tokens, which see each other
+    whole: bool = False  # all tokens of the prompt see each other
+    logprobs: bool = False  # of its prompt
+    crossed: bool = False  # an image has one token, and those behind it see it by cross-attention
+
+    def pictured(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], PromptImages | None]:
+        """The prompt with the rows of its images. What begins at the same place and is as long is the same image."""
+        if not (self.images or self.whole):
+            return tuple(prompt), None
+        digests = [hashlib.sha256(f"{at} {rows}".encode()).digest() for at, rows in self.images]
+        made, inputs = (
+            list(prompt),
+            [ImageInput(digest, rows, ()) for digest, (_, rows) in zip(digests, self.images, strict=True)],
+        )
+        for image, (at, rows) in zip(inputs, self.images, strict=True):
+            made[at : at + rows] = image.row_ids()
+        how = {"ahead": not self.crossed, "whole_prompt": self.whole, "crossed": self.crossed}
+        return tuple(made), PromptImages(made, inputs, **how)
 
 
 class Device:
@@ -181,6 +203,9 @@ class World:
         self.requests: dict[int, Request] = {}
         self.turns = 0
         self.fed = 0
+        self._first: tuple[Completion, int] | None = None  # before this step: the first prompt, and its `_together`
+        self._left_out = set[int]()  # of the last step: streams, by identity
+        self._waited: tuple[int, int] | None = None  # for that step: the first prompt, and how far it was computed
         self.drafted = self.accepted = 0
 
     def clock(self) -> float:
@@ -227,14 +252,15 @@ class World:
 
     def submit(self, number: int, ask: Ask) -> None:
         heard = self.heard[number] = Heard()
-        params = SamplingParams(max_tokens=ask.max_tokens, n=ask.n, temperature=0.0)
+        told = 0 if ask.logprobs else None
+        params = SamplingParams(max_tokens=ask.max_tokens, n=ask.n, temperature=0.0, prompt_logprobs=told)
         first = 2 * ask.family if ask.family is not None else 2 * number + 1
-        prompt = (first, *range(1, ask.prompt))
+        prompt, images = ask.pictured((first, *range(1, ask.prompt)))
         retention = RetentionOptions(owner=ask.owner, weight=ask.weight)
         submission = Submission(
             number=self.loop.number(), prompt=key_of(prompt), params=params, seed=0, retention=retention
         )
-        request = self.requests[number] = Request(submission, heard)
+        request = self.requests[number] = Request(submission, heard, images=images)
         self.loop.submit(request, [self._completion(request, list(prompt), 0)])
 
     def jobs(self) -> list[Lane]:
@@ -285,7 +311,7 @@ class World:
         self.fed += sum(share.tokens for share in shares)
         rows = sum(share.rows for share in shares)
         try:
-            self.memory.begin(Batch(self.manager.feeds(shares)))
+            self.memory.begin(Batch(self.manager.feeds(shares), ahead_of(shares)))
         except CacheFull as full:
             self.broken = AssertionError(f"a step lacks what it was promised: {full}")
             raise
@@ -384,6 +410,8 @@ class World:
 
         def watched() -> tuple[list[Scheduled], list[Completion]]:
             waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
+            first = next(iter(ranked([one for one in running if one.status is Status.PREFILL])), None)
+            self._first = None if first is None else (first, self._together(first))
             try:
                 shares, stuck = schedule()
                 self.check_laws(shares, stuck, waiting, running)
@@ -422,27 +450,54 @@ class World:
             assert share.tokens <= share.completion.uncomputed
             assert share.completion in self.scheduler.running
 
+        self.check_together(shares, running)
         now = self.scheduler.running
         order = ranked([*now, *self.scheduler.waiting])
         if order and order[0] in running:
             first = order[0]
             assert first in now, "the one that ranks first was preempted"
             decoding = sum(completion.status is Status.DECODE for completion in now)
-            waits = decoding >= self.step_tokens or self._encodes(first)
+            waits = decoding >= self.step_tokens or self._encodes(first) or self._together(first) > 1
+            waits |= id(first) in self._left_out
             assert (id(first) in given) != (first in stuck) or waits, "the first has to wait"
         assert all(completion is now[0] and len(now) == 1 for completion in stuck), (
             "ended although others could be sent back"
         )
-        readers_served = [share.completion for share in shares if share.completion.status is Status.PREFILL]
-        if readers_served:
-            unserved = [x for x in now if x.status is Status.DECODE and id(x) not in given]
-            assert not unserved, "a completion that reads was served before one that writes"
         assert len(now) <= self.max_sequences
         limited = self._gap is not None and any(one.status is Status.DECODE for one in now)
         if total < self.step_tokens and not limited:
             self.check_bound(order)
         encoding = any(map(self._encodes, now))
         assert shares or stuck or not (waiting or running) or self._restoring() or encoding, "nothing happens"
+
+    def check_together(self, shares: Sequence[Scheduled], running: Sequence[Completion]) -> None:
+        """Tokens that see each other are in one step. For those of the first prompt, streams wait for one step, and
+        they for one; others wait until there is room beside all streams."""
+        now, given = self.scheduler.running, {id(share.completion) for share in shares}
+        for share in shares:
+            if (images := share.completion.request.images) is not None:
+                start = share.completion.computed
+                cuts = [pos for pos in (start, start + share.tokens) if images.inside(pos)]
+                assert not cuts, "a step has a part of them"
+        first, together = self._first or (None, 0)
+        unserved = {id(one) for one in now if one in running and one.status is Status.DECODE and id(one) not in given}
+        room = self.step_tokens - sum(one.status is Status.DECODE for one in running)
+        if any(share.completion.status is Status.PREFILL for share in shares):
+            assert not unserved or together > room, "a completion that reads was served before one that writes"
+        assert not unserved & self._left_out or room < 0, "a stream waits for two steps"
+        self._left_out = unserved
+        waited: tuple[int, int] | None = None
+        if first is not None and first in now and id(first) not in given and not self._encodes(first):
+            waited = (id(first), first.computed) if together > 1 else None
+        assert waited is None or waited != self._waited, "tokens that see each other wait for two steps"
+        self._waited = waited
+
+    def _together(self, completion: Completion) -> int:
+        """How many of its next tokens a step has to have all of."""
+        images, start = completion.request.images, completion.computed
+        if images is None or completion.status is not Status.PREFILL:
+            return 0
+        return images.whole(start, start + 1) - start
 
     def _encodes(self, completion: Completion) -> bool:
         """Whether it waits for an image."""
@@ -484,6 +539,16 @@ class World:
             sum(most(one, layout) for one in (*ahead, completion)) <= self.capacity[name]
             for name, layout in self.layouts.items()
         )
+
+
+def ahead_of(shares: Sequence[Scheduled]) -> tuple[Ahead, ...]:
+    """The spans of a step whose tokens see each other."""
+    found = list[Ahead]()
+    for completion, tokens, _ in shares:
+        if (images := completion.request.images) is not None and completion.seq is not None:
+            new = Span(completion.computed, completion.computed + tokens)
+            found += ((completion.seq, span) for span in images.ahead_in(new))
+    return tuple(found)
 
 
 def ranked(completions: Sequence[Completion]) -> list[Completion]:

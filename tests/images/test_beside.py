@@ -325,15 +325,16 @@ def test_drafters_draft_for_texts_with_images(
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize("step_tokens", [16, 512])
+@pytest.mark.parametrize(("step_tokens", "scored"), [(16, 128), (512, 128), (512, 2)])
 def test_log_probabilities_of_a_prompt_are_those_of_the_own_forward(
-    model_type: str, step_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, step_tokens: int, scored: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of images have none."""
+    """Rows of images have none, so a step has all of an image, of however few rows it has the logits."""
     pictures = pictures_of(model_type)
     parts = [BEFORE, pictures.one, BETWEEN, pictures.two, AFTER]
     prompt, own = pictures.prompt(*parts), pictures.logits(parts)
     with engine_of(pictures, tmp_path, monkeypatch, step_tokens=max(step_tokens, pictures.one.rows)) as engine:
+        engine._built.loop.scheduler._scored = engine._built.loop.scheduler._scored_beside = scored
         for _ in range(2):
             found = asked(engine, pictures, *parts, prompt_logprobs=2).result().prompt_logprobs
             assert found is not None

@@ -238,17 +238,18 @@ class Prefixes:
         read: ReadBack,
         owner: str,
         most: int | None = None,
+        whole: str = "",
         images: Sequence[tuple[int, str]] = (),
     ) -> Recall:
         """Why no more of the prompt of a sequence was restored. `read` is what was read back for it, `most` how many
-        tokens it could use, `images` as for `explained`."""
+        tokens it could use, `whole` why none, whatever is in memory; "": it could. `images` as for `explained`."""
         namespace = prefix.root.namespace
         recall = explained(
             self.tree,
             self.losses,
             namespace,
             prefix.key,
-            matched=prefix.matched if most is None else self._matched(prefix),
+            matched=0 if whole else prefix.matched if most is None else self._matched(prefix),
             restored=prefix.restored,
             read=read,
             kinds=self._kinds,
@@ -256,9 +257,11 @@ class Prefixes:
             images=images,
         )
         self._elsewhere.owners.note(owner, namespace, prefix.key)
-        if most is not None and most < recall.asked:
+        if whole:
+            recall = replace(_because(recall, "no checkpoint", whole), salted=0)
+        elif most is not None and most < recall.asked:
             detail = f"from token {most} on, the prompt is computed because what it gives is read"
-            recall = replace(recall, reason="prompt read", detail=detail, entry="", ours=(), theirs=(), image="")
+            recall = _because(recall, "prompt read", detail)
         self.totals.count(recall)
         return recall
 
@@ -466,6 +469,11 @@ class Prefixes:
         assert all(node.users == locks.get(id(node), 0) for node in self.tree.nodes())
         claims = [node.claim for node in self.tree.nodes()]
         assert sorted(claims) == sorted(self._memory.claims), "a claim is in no node of the tree"
+
+
+def _because(recall: Recall, reason: str, detail: str) -> Recall:
+    """For another reason than that the prompt diverged."""
+    return replace(recall, reason=reason, detail=detail, entry="", ours=(), theirs=(), image="")
 
 
 def _near(ordered: Sequence[int], pos: int) -> bool:

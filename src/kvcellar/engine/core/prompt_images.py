@@ -90,7 +90,11 @@ class PromptImages:
 
     def begins(self, index: int) -> int:
         """Where a step begins, at the latest, that has rows of this image."""
-        return deepest(self._ahead, self.spans[index].start)
+        return self.resumes(self.spans[index].start)
+
+    def resumes(self, pos: int) -> int:
+        """The last position up to `pos` where what is computed can go on."""
+        return deepest(self._ahead, pos)
 
     def whole(self, start: int, end: int) -> int:
         """The last position up to `end` at which a step that begins at `start` may end. If it can end nowhere before,

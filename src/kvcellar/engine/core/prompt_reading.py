@@ -16,6 +16,7 @@ from typing import Any
 
 from kvcellar.errors import ScoresNotNumbers
 from kvcellar.events import Embedded, PoolingMode, PromptScored, TokenLogprob
+from kvcellar.images.image import is_row
 
 
 class PromptLogprobs:
@@ -29,6 +30,11 @@ class PromptLogprobs:
     def tokens(self, start: int, count: int) -> Sequence[int]:
         """Those whose log-probabilities `count` rows from position `start` on have."""
         return self._prompt[start + 1 : start + 1 + count]
+
+    def scored(self, start: int, count: int) -> list[int]:
+        """Which of `count` rows from position `start` on, counted from 0, have the log-probability of a token: rows of
+        images are no tokens, and nothing predicts them."""
+        return [row for row, token in enumerate(self.tokens(start, count)) if not is_row(token)]
 
     def add(self, values: Sequence[TokenLogprob | None], count: int) -> PromptScored | None:
         """`count` more rows have these values, and are in memory. Returns the event when there are no more."""

@@ -13,7 +13,6 @@ from kvcellar.engine.core.prompt_reading import Pooled, PromptReading, to_read
 from kvcellar.engine.core.request import Completion, Scheduled
 from kvcellar.engine.sample.draw import Draws
 from kvcellar.errors import ScoresNotNumbers
-from kvcellar.images.image import is_row
 
 
 class _Part(NamedTuple):
@@ -49,7 +48,12 @@ class PromptRows:
     @property
     def scored(self) -> list[int]:
         """The rows of the step whose logits are read, part by part."""
-        return [row for part in self._parts if not isinstance(part.reading, Pooled) for row in part.rows]
+        return [
+            part.rows[row]
+            for part in self._parts
+            if not isinstance(part.reading, Pooled)
+            for row in part.reading.scored(part.start, len(part.rows))
+        ]
 
     def values(self, logits: Tensor, hidden: Tensor | None) -> list[Any]:
         """What is kept of each part: of the logits [S,W] of the scored rows, and hidden states [T,H] of the step. A
@@ -61,17 +65,21 @@ class PromptRows:
                 assert hidden is not None
                 found.append(hidden[rows.start : rows.stop].double().sum(0))
             else:
-                own = logits[at : at + len(rows), : completion.sampler.vocab_size]
-                found.append(self._scores(own, reading.tokens(start, len(rows)), reading.most))
-                at += len(rows)
+                scored, tokens = reading.scored(start, len(rows)), reading.tokens(start, len(rows))
+                own = logits[at : at + len(scored), : completion.sampler.vocab_size]
+                scores = self._scores(own, [tokens[row] for row in scored], reading.most)
+                if not isinstance(scores, ScoresNotNumbers):
+                    by_row = dict(zip(scored, scores, strict=True))
+                    scores = [by_row.get(row) for row in range(len(rows))]
+                found.append(scores)
+                at += len(scored)
         return found
 
     @torch.inference_mode()
     def _scores(self, logits: Tensor, tokens: Sequence[int], most: int) -> Any:
-        """Of each token, or the error. Rows of images have none: they are not tokens, and nothing predicts them."""
+        """Of each token, or the error."""
         try:
-            found = self._draws.score(logits, [0 if is_row(token) else token for token in tokens], most)
-            return [None if is_row(token) else one for token, one in zip(tokens, found, strict=True)]
+            return self._draws.score(logits, tokens, most) if tokens else []
         except ScoresNotNumbers as error:
             return error
 

@@ -234,15 +234,19 @@ class Completion:
 
     @property
     def reusable(self) -> int:
-        """How many of its first tokens need not be computed where memory has them: all but the last, and but those
-        that are still read."""
-        reading, most = self.request.prompt_reading, len(self.tokens) - 1
-        return most if reading is None or reading.done else min(most, reading.known)
+        """How many of its first tokens need not be computed where memory has them: all but the last, but those that are
+        still read, and but those that see one of these."""
+        reading, images, most = self.request.prompt_reading, self.request.images, len(self.tokens) - 1
+        most = most if reading is None or reading.done else min(most, reading.known)
+        return most if images is None else images.resumes(most)
 
-    def scored(self, tokens: int) -> range:
+    def scored(self, tokens: int) -> Sequence[int]:
         """Which of its next tokens, counted from 0, have logits that its request reads."""
         reading = self.request.prompt_reading
-        return range(0) if reading is None or isinstance(reading, Pooled) else to_read(reading, self.computed, tokens)
+        if reading is None or isinstance(reading, Pooled):
+            return ()
+        rows = to_read(reading, self.computed, tokens)
+        return [rows.start + row for row in reading.scored(self.computed + rows.start, len(rows))]
 
     @property
     def pos(self) -> int:

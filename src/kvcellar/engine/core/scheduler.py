@@ -21,6 +21,10 @@ then there are no drafts in this step, then what is restored for waiting complet
 completion that ranks last is preempted: it keeps its tokens, and computes those again later that are evicted meanwhile.
 The one that ranks first is never preempted, so every completion ends eventually.
 
+*Tokens that see each other*, as those of an image or of a whole prompt, are computed in one step. Where the prompt that
+ranks first comes to such tokens, the step has room for them: no drafts, and no streams, that do not fit beside them.
+These streams take part in the next step, so they wait for one step, and the prompt for one that has all streams.
+
 Always true:
   * `waiting` and `running` are in order of arrival; a completion is in at most one of them;
   * a running completion has a sequence in memory, a waiting one has none;
@@ -135,7 +139,8 @@ class Chunks:
 class _Step:
     """A step that is being filled. `rows` are its tokens and drafts. `left` is what is left of its token budget. Beside
     streams (`limit`), the last token of a prompt takes `last` of it, and so does each other output that may begin
-    behind it; so `left` may be less than 0."""
+    behind it: as many as there is room for, or as there are sequences where memory cannot resume before that token. So
+    `left` may be less than 0."""
 
     def __init__(self, budget: int) -> None:
         self._scheduled: dict[int, Scheduled] = {}  # by identity of the completion
@@ -165,7 +170,9 @@ class _Step:
         if made.ends and self._last:
             request = completion.request
             missing = 0 if completion.sampler.produced else request.params.n - len(request.completions)
-            room = min(max(0, self.left) // self._last, max(0, self._sequences - sum(self._starts.values())))
+            room = max(0, self._sequences - sum(self._starts.values()))
+            if not (request.images is not None and request.images.inside(len(completion.tokens) - 1)):
+                room = min(room, max(0, self.left) // self._last)  # else those that begin later would compute it again
             self._starts[id(completion)] = starts = min(missing, room)
             self.left -= starts * self._last
 
@@ -222,6 +229,7 @@ class Scheduler:
         self.running: list[Completion] = []
         self._ready = 0  # waiting ones that lacked a sequence, or a place in the step, when the last one was scheduled
         self._starts = 0  # outputs that may begin in the last scheduled step beside the first of a prompt
+        self._left_out = False  # whether that step had no room for some of those in decode, because of a prompt
         self.preemptions = 0
         self.current: Completion | None = None
 
@@ -279,11 +287,7 @@ class Scheduler:
         """The next step, and completions that find no free cell although they run alone: these end with `length`."""
         self._manager.reserve(0, 0)
         step, stuck = _Step(self._step_tokens), list[Completion]()
-        for completion in [one for one in self.running if one.status is Status.DECODE]:
-            self.current = completion
-            if step.left and not self._add(completion, step, 1):
-                stuck.append(completion)
-        self._add_drafts(step)
+        self._add_decoding(step, stuck)
         beside = self._chunks if step.rows else None
         if beside is not None:
             prompts = len(self.running) - len(step.scheduled) + min(len(self.waiting), self._max_sequences)
@@ -297,6 +301,8 @@ class Scheduler:
         if beside is not None:
             self._even(step)
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
+            if self._left_out:  # for a prompt that was preempted
+                return self.schedule()
             late = [one for one in self.running if one.late]
             full = [one for one in self.running if one.full(self._context)]  # as well: it shifts before the next step
             waits = [one for one in self.running if self._manager.next_end(one) <= one.computed]  # for an image
@@ -330,11 +336,33 @@ class Scheduler:
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
-    def _add_drafts(self, step: _Step) -> None:
-        """Let the completions in decode have drafts, within a part of the token budget and what can be made free."""
+    def _add_decoding(self, step: _Step, stuck: list[Completion]) -> None:
+        """Schedule the next token and drafts of completions in decode, as far as there is room for them beside what a
+        prompt has to have together: in a step after one that left some of them out, for all of them."""
+        together = 0 if self._left_out else self._together(step)
+        self._left_out = False
+        for completion in [one for one in self.running if one.status is Status.DECODE]:
+            self.current = completion
+            if step.left <= together:
+                self._left_out = together > 0
+            elif not self._add(completion, step, 1):
+                stuck.append(completion)
+        self._add_drafts(step, together)
+
+    def _together(self, step: _Step) -> int:
+        """How many tokens that see each other are the next ones of the prompt that ranks first; 0: none."""
+        first = next(iter(self._ranked(one for one in self.running if one.status is Status.PREFILL)), None)
+        if first is None or first.late or first.request.images is None:
+            return 0
+        self.current = first
+        return tokens if (tokens := self._wanted(first, step, 1)) > 1 else 0
+
+    def _add_drafts(self, step: _Step, together: int) -> None:
+        """Let the completions in decode have drafts, within a part of the token budget, beside what a prompt has to
+        have together, and within what can be made free."""
         decoding = [one.completion for one in step.scheduled]
         others = len(self.running) > len(decoding) or bool(self.waiting)
-        spare = min(step.left // (2 if others else 1), ROUND - len(decoding))
+        spare = min(step.left // (2 if others else 1), step.left - together, ROUND - len(decoding))
         self.current = None
         counts = self._draft(decoding, max(0, spare // max(1, len(decoding))))
         for completion, count in zip(decoding, counts, strict=True):
@@ -415,9 +443,12 @@ class Scheduler:
             return tokens
         others = [one for one in step.scheduled if one.completion is not completion]
         decodes = any(one.completion.status is Status.DECODE for one in others)
-        left = self._scored_beside if decodes else self._scored
-        left -= sum(len(one.completion.scored(one.tokens)) for one in others)
-        return tokens if len(rows) <= left else rows.start + max(0, left)
+        scored = sum(len(one.completion.scored(one.tokens)) for one in others)
+        left = max(0, (self._scored_beside if decodes else self._scored) - scored)
+        if len(rows) <= left:
+            return tokens
+        fewer = _whole(completion, rows[left], tokens)
+        return fewer if fewer or scored else self._whole_images(completion, step, 1)
 
     def _whole_images(self, completion: Completion, step: _Step, tokens: int) -> int:
         """As many of its next tokens, up to about `tokens`, as end at no place inside an image that a step has to have

@@ -212,12 +212,15 @@ class SequenceManager:
                 prefix, key=request.key, matched=min(prefix.matched, last), restored=min(prefix.restored, last)
             )
             request.cached = of_prompt.restored
-            most = completion.reusable if request.prompt_reading is not None else None
-            names = request.images.named(request.submission.image_places) if request.images is not None else ()
-            recall = self.prefixes.explain(of_prompt, read=read, owner=request.retention.owner, most=most, images=names)
-            if request.images is not None and request.images.digest and not recall.restored:
-                whole = {"reason": "no checkpoint", "detail": COMPUTED_WHOLE}
-                recall = replace(recall, **whole, entry="", ours=(), theirs=(), image="")
+            images = request.images
+            recall = self.prefixes.explain(
+                of_prompt,
+                read=read,
+                owner=request.retention.owner,
+                most=completion.reusable if request.prompt_reading is not None else None,
+                whole=COMPUTED_WHOLE if images is not None and images.digest and not completion.reusable else "",
+                images=images.named(request.submission.image_places) if images is not None else (),
+            )
             if (rewrite := request.submission.rewrite) is not None:
                 recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
             request.recall = recall
@@ -404,6 +407,7 @@ class SequenceManager:
             assert completion.seq is not None
             assert self.memory.length(completion.seq) == completion.computed
             found = self._running.get(completion.seq)
-            assert (found is None) <= (self.memory.derived(completion.seq) is not None)
+            begun = self.memory.has(completion.seq)  # else it has a sequence, and no step had its first tokens
+            assert (found is None) <= (begun and self.memory.derived(completion.seq) is not None)
             assert found is None or (found[0] is completion and found[1].published <= completion.computed)
             assert found is None or found[1].seq == completion.seq

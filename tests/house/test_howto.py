@@ -1,4 +1,6 @@
-"""The commands and the Python of every how-to page run, in the order of the page and in one directory.
+"""The commands and the Python of every how-to page and tutorial run, in the order of the page, in one directory and
+with an empty home. In a tutorial, a fence of text is what the fence before it has printed, where `...` stands for what
+is different on each machine.
 
 In that directory `my-model` is a model (the embedded one). `kvcellar` and `python -m` run in this process. A server
 that `kvcellar serve ... &` starts serves the rest of the page, at the address that the page names. A command that
@@ -6,6 +8,7 @@ should fail has a comment, `# exit code 2`. What cannot run here has a line befo
 needs X.*`, and contains the command of X.
 """
 
+import doctest
 import io
 import os
 import re
@@ -28,7 +31,8 @@ from kvcellar.serve import ModelManager, Server, ServeSettings
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "src/kvcellar/engine/models/embedded"
-PAGES = sorted((ROOT / "docs/howto").glob("*.md"))
+TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs/howto").glob("*.md")), *TUTORIALS]
 NEEDS = {
     "a hub": "kvcellar pull",
     "a package index": "pip install",
@@ -45,7 +49,9 @@ LONG = (  # pages whose models are loaded several times; the commands of the oth
     "models", "other-clients", "prefix-cache", "quantize", "responses", "score-text", "serve-several",
     "serve-your-model", "sessions", "share-a-machine", "speculate",
     "structured-output", "support-a-model-kind", "traces", "why",
+    "an-agent-with-forks", "from-ollama", "from-transformers", "from-vllm", "serve-a-team",
 )  # fmt: skip
+SAME = doctest.OutputChecker().check_output
 SHOWN = {"text", "json"}  # languages of what is neither a command nor a program
 FENCE = re.compile(r"(?:^\*Not run by the tests: it needs ([^\n]+)\.\*\n\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
 
@@ -58,11 +64,13 @@ class Page:
     stack: ExitStack
     served: dict[str, str] = field(default_factory=dict)
 
-    def python(self, code: str) -> None:
-        with redirect_stdout(io.StringIO()):
+    def python(self, code: str) -> str:
+        with redirect_stdout(io.StringIO()) as out:
             exec(compile(self.here(code), "<fence>", "exec"), {"__name__": "__fence__"})
+        return out.getvalue()
 
-    def shell(self, text: str) -> None:
+    def shell(self, text: str) -> str:
+        printed = ""
         for line in text.replace("\\\n", " ").splitlines():
             command, _, comment = line.partition("  # ")
             if not command.strip() or command.startswith("#"):
@@ -70,6 +78,8 @@ class Page:
             expected = int(found[1]) if (found := re.search(r"exit code (\d+)", comment)) else 0
             code, output = self.run(self.here(command.strip()))
             assert code == expected, f"{line}\n{output}"
+            printed += output
+        return printed
 
     def run(self, command: str) -> tuple[int, str]:
         piped, bar, last = command.rpartition(" | ")
@@ -95,7 +105,8 @@ class Page:
         ran = CliRunner().invoke(cli, words, input=piped)
         if target is not None:
             Path(target).write_text(ran.output)
-        return ran.exit_code, ran.output
+            return ran.exit_code, ""
+        return ran.exit_code, ran.output if ran.exit_code else ran.stdout
 
     def here(self, text: str) -> str:
         for address, url in self.served.items():
@@ -130,6 +141,8 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("KVCELLAR_MODELS", str(tmp_path / "models"))
     (tmp_path / "my-model").symlink_to(EMBEDDED)
+    monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))  # kernels
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with ExitStack() as stack:
         page = Page(monkeypatch, stack)
         monkeypatch.setattr("kvcellar.cli.serve.hosting", page.hosting)
@@ -138,18 +151,18 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
         yield page
 
 
-def play(text: str, page: Page) -> int:
-    """Run the fences of `text`. Returns their number."""
-    ran = 0
+def play(text: str, page: Page, *, outputs: bool = False) -> int:
+    """Run the fences of `text`. Returns their number. With `outputs`, fences of text are what those before print."""
+    ran, printed = 0, ""
     for needs, language, code in FENCE.findall(text):
         if needs:
             assert NEEDS[needs] in code, f"this does not seem to need {needs}:\n{code}"
-        elif language == "python":
-            page.python(code)
+        elif language in ("python", "sh"):
+            printed = page.python(code) if language == "python" else page.shell(code)
             ran += 1
-        elif language == "sh":
-            page.shell(code)
-            ran += 1
+        elif outputs and language == "text":
+            shown = SAME(code, printed.rstrip("\n") + "\n", doctest.ELLIPSIS)
+            assert shown, f"the page shows\n{code}\nand its code prints\n{printed}"
         else:
             assert language in SHOWN, f"a fence of {language!r} neither runs nor has a reason"
     return ran
@@ -159,7 +172,7 @@ def play(text: str, page: Page) -> int:
     "path", [pytest.param(p, id=p.stem, marks=pytest.mark.slow if p.stem in LONG else ()) for p in PAGES]
 )
 def test_the_commands_of_a_page_run(path, page):
-    assert play(path.read_text(), page), "nothing on this page runs"
+    assert play(path.read_text(), page, outputs=path in TUTORIALS), "nothing on this page runs"
 
 
 @pytest.mark.parametrize("wrong", ["```sh\nfalse\n```\n", "```python\nassert False\n```\n", "```ini\n[Unit]\n```\n"])
@@ -181,7 +194,13 @@ def test_pages_that_are_left_to_the_long_run_exist():
 
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs/README.md").read_text()
-    assert [path.name for path in PAGES if f"(howto/{path.name})" not in index] == []
+    assert [path.name for path in PAGES if f"({path.parent.name}/{path.name})" not in index] == []
+
+
+def test_what_a_tutorial_shows_is_what_its_code_prints(page):
+    assert play("```python\nprint(1, 2)\n```\n\n```text\n1 ...\n```\n", page, outputs=True) == 1
+    with pytest.raises(AssertionError, match="its code prints"):
+        play("```sh\necho 1\n```\n\n```text\n2\n```\n", page, outputs=True)
 
 
 @pytest.mark.parametrize(

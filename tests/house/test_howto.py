@@ -8,6 +8,7 @@ should fail has a comment, `# exit code 2`. What cannot run here has a line befo
 needs X.*`, and contains the command of X.
 """
 
+import ast
 import doctest
 import io
 import os
@@ -16,14 +17,19 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.main import cli
@@ -43,6 +49,7 @@ NEEDS = {
     "a cluster": "kvcellar cluster",
     "Kubernetes": "kubectl",
     "minutes": "make",
+    "free ports": "tcp://",
 }
 LONG = (  # pages whose models are loaded several times; the commands of the others are much the same
     "conversations", "deploy", "embeddings", "inspector", "keys-and-exposure", "limit-memory", "measure", "metrics",
@@ -186,6 +193,70 @@ def test_a_fence_is_left_out_only_for_what_its_command_needs(page):
     assert play(f"{mark}```ini\n# in systemd/system\n```\n", page) == 0
     with pytest.raises(AssertionError, match="does not seem to need systemd"):
         play(f"{mark}```sh\nls\n```\n", page)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_begins_with_what_to_type_and_has_two_screens(path):
+    lines = path.read_text().splitlines()
+    assert any(line.startswith("```") for line in lines[:20]), "what is to be typed is not in the first twenty lines"
+    assert len(lines) <= 120, "move what is specified to docs/reference"
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def brought(requirements: Iterable[str]) -> set[str]:
+    """The distributions that pip installs for these requirements, as far as they are installed here."""
+    found, left = set[str](), [Requirement(one) for one in requirements]
+    while left:
+        if (name := canonicalize_name(left.pop().name)) in found:
+            continue
+        found.add(name)
+        try:
+            more = [Requirement(one) for one in requires(name) or ()]
+        except PackageNotFoundError:
+            continue
+        left += [one for one in more if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+@cache
+def ours() -> frozenset[str]:
+    return frozenset(brought(PROJECT["dependencies"]))
+
+
+def named(text: str) -> set[str]:
+    """The distributions that `pip install` in `text` installs."""
+    words = [word.strip("\"'") for found in re.findall(r"pip install ([^`\n]+)", text) for word in found.split()]
+    extras = [extra for word in words for extra in re.findall(r"^kvcellar\[(\w+)\]", word)]
+    wanted = [one for extra in extras for one in PROJECT["optional-dependencies"][extra]]
+    return brought([*wanted, *(word for word in words if re.fullmatch(r"[\w.-]+", word) and word[0] != "-")])
+
+
+def not_said(text: str) -> set[str]:
+    """What the Python of a page imports that neither kvcellar nor the page, before that, has installed."""
+    missing, who = set[str](), packages_distributions()
+    for fence in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S):
+        have = ours() | named(text[: fence.start()])
+        for node in ast.walk(ast.parse(fence[1])):
+            modules = [name.name for name in node.names] if isinstance(node, ast.Import) else ()
+            modules = [str(node.module)] if isinstance(node, ast.ImportFrom) else modules
+            for module in {module.partition(".")[0] for module in modules} - {*sys.stdlib_module_names, "kvcellar"}:
+                if not have & {canonicalize_name(name) for name in who.get(module, [module])}:
+                    missing.add(module)
+    return missing
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=lambda path: path.stem)
+def test_a_page_says_what_to_install_before_it_is_imported(path):
+    assert not_said(path.read_text()) == set()
+
+
+def test_an_import_that_was_not_installed_is_seen():
+    page = "```python\nimport os\nimport torch\nimport openai\n```\n"
+    assert not_said(page) == {"openai"}
+    assert not_said(f"`pip install openai`\n\n{page}") == set()
+    assert not_said('`pip install "kvcellar[events]"`\n\n```python\nimport zmq\n```\n') == set()
 
 
 def test_pages_that_are_left_to_the_long_run_exist():

@@ -14,8 +14,8 @@ def test_a_page_is_up_to_date(name):
     assert (FOLDER / name).read_text() == PAGES[name], "run `make docs`"
 
 
-def test_there_are_no_other_pages():
-    assert {path.name for path in FOLDER.iterdir()} == set(PAGES)
+def test_no_other_page_says_that_it_is_generated():
+    assert {path.name for path in FOLDER.iterdir() if "*Generated from the code" in path.read_text()} == set(PAGES)
 
 
 @pytest.mark.parametrize("name", PAGES)

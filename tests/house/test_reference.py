@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from scripts.reference import FOLDER, described, pages
+import kvcellar
+from scripts.reference import FOLDER, described, examples, pages
 
 PAGES = pages()
 
@@ -23,6 +24,10 @@ def test_every_row_has_a_description(name):
     rows = re.findall(r"^\| `.*", PAGES[name], re.M)
     assert rows
     assert [row for row in rows if not row.split(" | ")[-1].strip(" |")] == []
+
+
+def test_every_public_name_has_an_example_and_no_other_has():
+    assert examples().keys() == set(kvcellar.__all__)
 
 
 def test_a_comment_above_a_field_and_one_beside_it_describe_it():

@@ -15,6 +15,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -26,8 +27,11 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 from typing import Any
 
+import ollama
 import pytest
+from anthropic import Anthropic
 from click.testing import CliRunner
+from openai import OpenAI
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -72,8 +76,11 @@ class Page:
     served: dict[str, str] = field(default_factory=dict)
 
     def python(self, code: str) -> str:
+        names: dict[str, Any] = {"__name__": "__fence__"}
         with redirect_stdout(io.StringIO()) as out:
-            exec(compile(self.here(code), "<fence>", "exec"), {"__name__": "__fence__"})
+            exec(compile(self.here(code), "<fence>", "exec"), names)
+        for client in [one for one in names.values() if isinstance(one, Anthropic | ollama.Client | OpenAI)]:
+            client.close()  # at the end of a program, the system does
         return out.getvalue()
 
     def shell(self, text: str) -> str:
@@ -180,6 +187,17 @@ def play(text: str, page: Page, *, outputs: bool = False) -> int:
 )
 def test_the_commands_of_a_page_run(path, page):
     assert play(path.read_text(), page, outputs=path in TUTORIALS), "nothing on this page runs"
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run(page, tmp_path):
+    """But for make, which has made the environment of this test, and for what needs a hub or a terminal."""
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for name in ("one", "another"):
+        shutil.copytree(EMBEDDED, tmp_path / name)  # a link would have the name of what it leads to
+    text = (ROOT / "README.md").read_text().replace(".venv/bin/", "").replace("path/to/model", "my-model")
+    text = re.sub(r"^(kvcellar serve\b.*?)(?= +#|$)", r"\1 &", text, flags=re.M)
+    assert play(re.sub(r"^(make|kvcellar pull|kvcellar run +#) .*\n", "", text, flags=re.M), page) > 5
 
 
 @pytest.mark.parametrize("wrong", ["```sh\nfalse\n```\n", "```python\nassert False\n```\n", "```ini\n[Unit]\n```\n"])

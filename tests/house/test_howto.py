@@ -157,6 +157,8 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
     (tmp_path / "my-model").symlink_to(EMBEDDED)
     monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))  # kernels
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
     with ExitStack() as stack:
         page = Page(monkeypatch, stack)
         monkeypatch.setattr("kvcellar.cli.serve.hosting", page.hosting)
@@ -284,6 +286,10 @@ def test_pages_that_are_left_to_the_long_run_exist():
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs/README.md").read_text()
     assert [path.name for path in PAGES if f"({path.parent.name}/{path.name})" not in index] == []
+
+
+def test_pages_run_with_an_empty_home(page):
+    page.python("from pathlib import Path\nassert not Path.home().exists()")
 
 
 def test_what_a_tutorial_shows_is_what_its_code_prints(page):

@@ -86,7 +86,7 @@ Counters of an engine and of its results. Over HTTP, the usage of a request is i
 """
 PYTHON = """\
 What `import kvcellar` has: these names, and the attributes that this page and those that it names describe, are public.
-Everything else may change in any version.
+Everything else may change in any version. Each name has an example, which the tests run.
 
 - A public name, argument or field that is going to be removed is deprecated first: it goes on working for one minor
   version at least, raises a `DeprecationWarning` that says what to use instead, and is in the changelog below

@@ -62,6 +62,7 @@ from kvcellar.serve.settings import ServeSettings
 
 COMMENTS = Comments()
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+EXAMPLES = Path(__file__).parent / "public_examples.md"
 NOTE = "*Generated from the code by `make docs`; a test compares the two.*"
 
 SETTINGS = """\
@@ -85,7 +86,7 @@ Counters of an engine and of its results. Over HTTP, the usage of a request is i
 """
 PYTHON = """\
 What `import kvcellar` has: these names, and the attributes that this page and those that it names describe, are public.
-Everything else may change in any version.
+Everything else may change in any version. Each name has an example, which the tests run.
 
 - A public name, argument or field that is going to be removed is deprecated first: it goes on working for one minor
   version at least, raises a `DeprecationWarning` that says what to use instead, and is in the changelog below
@@ -202,12 +203,22 @@ def pages() -> dict[str, str]:
     }
 
 
+def examples() -> Mapping[str, str]:
+    """What stands at each public name: the example that is the first of its heading, or a link to that."""
+    found = dict[str, str]()
+    for heading, code in re.findall(r"^## ([^\n]+)\n\n(```python\n.*?^```\n)", EXAMPLES.read_text(), re.M | re.S):
+        first, *others = heading.split(", ")
+        found |= {first: code} | {one: f"Example: at [`{first}`](#{first.lower()}).\n" for one in others}
+    return found
+
+
 def _public_names() -> Iterator[str]:
     found = {name: getattr(kvcellar, name) for name in sorted(kvcellar.__all__, key=str.lower)}
     errors = [name for name, one in found.items() if isinstance(one, type) and issubclass(one, BaseException)]
+    shown = examples()
     for title, names in (("Classes and functions", [one for one in found if one not in errors]), ("Errors", errors)):
         yield f"## {title}\n"
-        yield from (_public_name(name, found[name]) for name in names)
+        yield from (f"{_public_name(name, found[name])}\n{shown[name]}" for name in names)
 
 
 def _public_name(name: str, found: Any) -> str:

@@ -38,8 +38,9 @@ def fences() -> Iterator[Fence]:
             yield Fence(page, text.count("\n", 0, found.start()) + 1, found[1], found[2])
 
 
-# What stands in docs/howto is run by tests/house/test_howto.py, page by page.
-PYTHON = [f for f in fences() if f.language == "python" and f.page.parent.name != "howto"]
+# What stands in these folders of docs/ is run by tests/house/test_howto.py, page by page.
+PAGE_BY_PAGE = ("howto", "tutorials")
+PYTHON = [f for f in fences() if f.language == "python" and f.page.parent.name not in PAGE_BY_PAGE]
 SHELL = [f for f in fences() if f.language in SHELLS]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
 
@@ -63,7 +64,7 @@ def test_python_runs(fence, request, tmp_path, monkeypatch):
 @pytest.mark.parametrize("fence", SHELL, ids=str)
 def test_commands_exist(fence):
     commands = list(commands_of(fence.text))
-    assert commands or fence.page.parent.name == "howto", "nothing here is checked, or run by test_howto.py"
+    assert commands or fence.page.parent.name in PAGE_BY_PAGE, "nothing here is checked, or run by test_howto.py"
     for program, verb, options in commands:
         if program == "make":
             assert verb in TARGETS

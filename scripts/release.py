@@ -91,18 +91,17 @@ def _list_what_is_needed(name: str) -> None:
 
 def _make(machines: list[str], **how: Any) -> None:
     """An sdist and a wheel for each of `machines`, in `dist/`."""
-    epoch = {"SOURCE_DATE_EPOCH": _ran("git", "log", "-1", "--format=%ct").strip()}
-    _module("build", "--no-isolation", "--sdist", **epoch, **how)
+    _module("build", "--no-isolation", "--sdist", **how)
     for machine in machines:
-        _module("build", "--no-isolation", "--wheel", **epoch, KVCELLAR_KERNELS=machine, **how)
+        _module("build", "--no-isolation", "--wheel", KVCELLAR_KERNELS=machine, **how)
 
 
-def _make_again(machines: list[str], made: list[Path]) -> None:
+def _make_again(machines: list[str], commit: str, made: list[Path], **how: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         archive, copy = f"{folder}/commit.tar", Path(folder, "copy")
         copy.mkdir()
-        _ran("git", "archive", "--output", archive, "HEAD")
-        how = {"where": copy, "umask": 0o077}
+        _ran("git", "archive", "--output", archive, commit)
+        how |= {"where": copy, "umask": 0o077}
         _ran("tar", "--extract", "--touch", "--no-same-permissions", "--file", archive, **how)
         _make(machines, **how)
         for one in made:
@@ -115,14 +114,16 @@ def main(named: list[str], twice: bool) -> None:
     machines = _machines(named)
     if twice and (changed := _ran("git", "status", "--porcelain")):
         sys.exit(f"--twice needs a tree without changes; commit or stash these first:\n{changed}")
+    commit, seconds = _ran("git", "log", "-1", "--format=%H %ct").split()
+    epoch = {"SOURCE_DATE_EPOCH": seconds}
     shutil.rmtree(DIST, ignore_errors=True)
-    _make(machines)
+    _make(machines, **epoch)
     made = sorted(DIST.iterdir())
     _module("twine", "check", "--strict", *map(str, made))
     for wheel in DIST.glob("*.whl"):
         _checked(wheel)
     if twice:
-        _make_again(machines, made)
+        _make_again(machines, commit, made, **epoch)
     _list_what_is_needed(made[0].name.split("-py3")[0].removesuffix(".tar.gz"))
     for path in sorted(DIST.iterdir()):
         print(f"{path.stat().st_size:>10} {path.name}")
@@ -130,7 +131,7 @@ def main(named: list[str], twice: bool) -> None:
 
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("machines", nargs="*", metavar="MACHINE", help=f"of {', '.join(LEVELS)}; default: all possible")
+    arguments.add_argument("machines", nargs="*", metavar="MACHINE", help="default: those that a compiler is here for")
     arguments.add_argument("--twice", action="store_true")
     given = arguments.parse_args()
     main(given.machines, given.twice)

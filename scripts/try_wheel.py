@@ -1,11 +1,13 @@
 """Install the wheel in `dist/` for this machine into an empty environment, and run it as a new user does, with and
-without a compiler: prints the seconds of each step, and fails where one does, or where something is compiled.
+without a compiler: prints the seconds of each step, also of CPU, and fails where one does, or where something that the
+wheel has is compiled.
 
     python scripts/try_wheel.py [DIRECTORY]        # of the environment; a temporary one, if none is named
 """
 
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -20,12 +22,18 @@ WEIGHED = "import sys; assert not {'starlette', 'uvicorn', 'torch'} & set(sys.mo
 
 
 def _timed(what: str, *command: str, **environment: str) -> str:
-    began = time.monotonic()
+    began, before = time.monotonic(), _cpu_seconds()
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
         sys.exit(f"{what} failed: {' '.join(command)}\n{run.stdout}{run.stderr}")
-    print(f"{time.monotonic() - began:7.1f} s  {what}", flush=True)
+    print(f"{time.monotonic() - began:7.1f} s, {_cpu_seconds() - before:5.1f} of CPU  {what}", flush=True)
     return run.stdout
+
+
+def _cpu_seconds() -> float:
+    """Of processes that have ended: other load on the machine changes them less."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _installed(where: Path) -> Path:

@@ -146,7 +146,7 @@ class BrowserRoute(Route):
 def inspector(shared: Shared) -> Mounted:
     """The pages and the data of the inspector. Where its page is off, only admin keys read the data."""
     page = shared.settings.inspects
-    found = _paths(read_files(), page, shared.settings.chat)
+    found = _paths(read_files(), page, shared.settings.chat_page)
     routes = [BrowserRoute(path, file.response, methods=["GET"]) for path, file in found.items() if path == CHAT]
     routes += [Route(path, file.response, methods=["GET"]) for path, file in found.items() if path != CHAT]
     if not page and not shared.keys.now.admin:

@@ -19,10 +19,10 @@ from benchmarks.interleave import in_rounds
 from benchmarks.row import Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size
 from kvcellar.kernels.arena import Arena
-from kvcellar.kernels.layers import PanelKernel, PanelLinear, panel_bytes, panel_linear
+from kvcellar.kernels.layers import OwnLinear, PanelKernel, PanelLinear, panel_bytes, panel_linear
 from kvcellar.kernels.packed import ROWS, PackedLinear
 
-Layer = PanelLinear | PackedLinear
+Layer = OwnLinear | PackedLinear
 COUNTS = (1, 8, 32, 512)  # rows
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -44,7 +44,7 @@ def products(size: Size, *, threads: int = 1, rounds: int = 10) -> dict[str, dic
 
 
 def _of_type(kernel: PanelKernel, size: Size, dtype: torch.dtype, threads: int, rounds: int) -> dict[int, Products]:
-    weights = [torch.randn(shape).to(dtype) for shape in _shapes(size)]
+    weights = [torch.randn(shape).to(dtype) for shape in shapes(size)]
     arena = Arena(sum(map(panel_bytes, weights)))
     own = [panel_linear(kernel, arena, weight, None) for weight in weights]
     onednn: list[Layer] = []
@@ -57,7 +57,7 @@ def _of_type(kernel: PanelKernel, size: Size, dtype: torch.dtype, threads: int, 
     return {count: _at(own, onednn, count, read, threads, rounds if count < 100 else 3) for count in COUNTS}
 
 
-def _shapes(size: Size) -> list[tuple[int, int]]:
+def shapes(size: Size) -> list[tuple[int, int]]:
     """[out,in] of the layers of a step, in order."""
     heads = (size.query_heads + 2 * size.kv_heads) * size.head_size
     layer = [(heads, size.hidden), (size.hidden, size.query_heads * size.head_size)]
@@ -69,8 +69,7 @@ def _at(
     own: Sequence[PanelLinear], onednn: Sequence[Layer], rows: int, read: int, threads: int, rounds: int
 ) -> Products:
     inputs = [torch.randn(rows, layer.in_features).to(layer.dtype) for layer in own]
-    alone = partial(_spent, time.thread_time, 1)
-    sides = [partial(alone, side, inputs) for side in (own, onednn) if side]
+    sides = [partial(spent_alone, side, inputs) for side in (own, onednn) if side]
     ours, *others = in_rounds(rounds, *sides)
     walls = [partial(_spent, time.perf_counter, count, own, inputs) for count in (1, threads)]
     one, all_ = in_rounds(rounds, *walls) if threads > 1 else ([1.0], [1.0])
@@ -82,6 +81,11 @@ def _at(
         read / max(median, 1e-9) / 1e6,
         statistics.median(a / max(b, 1e-9) for a, b in zip(one, all_, strict=True)),
     )
+
+
+def spent_alone(layers: Sequence[Layer], inputs: Sequence[Tensor]) -> float:
+    """Milliseconds of CPU time on one thread."""
+    return _spent(time.thread_time, 1, layers, inputs)
 
 
 @torch.inference_mode()

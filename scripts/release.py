@@ -1,17 +1,23 @@
 """Build what is released, in `dist/`: an sdist, a wheel for each kind of processor whose compiler is here, with its
 kernels compiled, and a list of what they need (an SBOM of CycloneDX). Prints sizes, and fails where a check does.
 
-    python scripts/release.py [x86_64] [aarch64]
+    python scripts/release.py [x86_64] [aarch64] [--twice]
+
+`--twice` makes sdist and wheels again, from a copy of the commit in another directory, whose files have other times and
+modes, and fails where a byte differs. It takes as long again.
 """
 
+import argparse
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+from filecmp import cmp
 from importlib.metadata import requires, version
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -26,18 +32,17 @@ from kvcellar.kernels.built import LEVELS  # noqa: E402
 MOST = 15_000_000  # bytes of a wheel
 
 
-def _ran(*command: str, **environment: str) -> str:
+def _ran(*command: str, where: Path = ROOT, umask: int = -1, **environment: str) -> str:
     print("+", *command, flush=True)
-    run = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    how = {"cwd": where, "umask": umask, "env": {**os.environ, **environment}}
+    run = subprocess.run(command, **how, capture_output=True, text=True, check=False)
     if run.returncode:
         sys.exit(f"{run.stdout}{run.stderr}\n{command[0]} ended with {run.returncode}")
     return run.stdout
 
 
-def _module(*command: str, **environment: str) -> str:
-    return _ran(sys.executable, "-m", *command, **environment)
+def _module(*command: str, **how: Any) -> str:
+    return _ran(sys.executable, "-m", *command, **how)
 
 
 def _machines(named: list[str]) -> list[str]:
@@ -84,21 +89,49 @@ def _list_what_is_needed(name: str) -> None:
         _module("cyclonedx_py", "requirements", *how, str(pins))
 
 
-def main(named: list[str]) -> None:
-    machines = _machines(named)
-    shutil.rmtree(DIST, ignore_errors=True)
-    epoch = {"SOURCE_DATE_EPOCH": _ran("git", "log", "-1", "--format=%ct").strip()}
-    _module("build", "--no-isolation", "--sdist", **epoch)
+def _make(machines: list[str], **how: Any) -> None:
+    """An sdist and a wheel for each of `machines`, in `dist/`."""
+    _module("build", "--no-isolation", "--sdist", **how)
     for machine in machines:
-        _module("build", "--no-isolation", "--wheel", **epoch, KVCELLAR_KERNELS=machine)
+        _module("build", "--no-isolation", "--wheel", KVCELLAR_KERNELS=machine, **how)
+
+
+def _make_again(machines: list[str], commit: str, made: list[Path], **how: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        archive, copy = f"{folder}/commit.tar", Path(folder, "copy")
+        copy.mkdir()
+        _ran("git", "archive", "--output", archive, commit)
+        how |= {"where": copy, "umask": 0o077}
+        _ran("tar", "--extract", "--touch", "--no-same-permissions", "--file", archive, **how)
+        _make(machines, **how)
+        for one in made:
+            if not cmp(one, copy / "dist" / one.name, shallow=False):
+                sys.exit(f"{one.name} has other bytes where it is made again, from a copy of the commit")
+            print(f"the same bytes twice: {one.name}", flush=True)
+
+
+def main(named: list[str], twice: bool) -> None:
+    machines = _machines(named)
+    if twice and (changed := _ran("git", "status", "--porcelain")):
+        sys.exit(f"--twice needs a tree without changes; commit or stash these first:\n{changed}")
+    commit, seconds = _ran("git", "log", "-1", "--format=%H %ct").split()
+    epoch = {"SOURCE_DATE_EPOCH": seconds}
+    shutil.rmtree(DIST, ignore_errors=True)
+    _make(machines, **epoch)
     made = sorted(DIST.iterdir())
     _module("twine", "check", "--strict", *map(str, made))
     for wheel in DIST.glob("*.whl"):
         _checked(wheel)
+    if twice:
+        _make_again(machines, commit, made, **epoch)
     _list_what_is_needed(made[0].name.split("-py3")[0].removesuffix(".tar.gz"))
     for path in sorted(DIST.iterdir()):
         print(f"{path.stat().st_size:>10} {path.name}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("machines", nargs="*", metavar="MACHINE", help="default: those that a compiler is here for")
+    arguments.add_argument("--twice", action="store_true")
+    given = arguments.parse_args()
+    main(given.machines, given.twice)

@@ -33,6 +33,11 @@ def first_few(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def extra_missing(what: str, extra: str, error: ImportError) -> str:
+    """The message where a package is not installed that only `what` needs."""
+    return f"{what} needs the extra {extra}: pip install 'kvcellar[{extra}]' ({error})"
+
+
 def forked_from(process: int) -> str:
     """The process of this id as a message names it in a fork of it."""
     return f"process {process}, which this process ({os.getpid()}) was forked from"

@@ -15,6 +15,7 @@ from benchmarks.profile import PARTS, RECORDED, profile
 from benchmarks.run import FEW, ROWS, main
 from benchmarks.start import Start
 from kvcellar.bench.network import TINY, write
+from kvcellar.kernels.built import level_here
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.memory.attention.choose import backends
 
@@ -117,6 +118,16 @@ def test_linear_layers_are_measured_for_each_type_and_number_of_rows(capsys: pyt
         for one in by_rows.values():
             assert all(value is None or value > 0 for value in one.values())
     assert all("2 threads" in line for line in table)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(level_here() is None, reason="no wheel has kernels for this kind of processor")
+def test_kernels_of_a_level_are_measured_beside_those_of_this_cpu(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, "levels")
+    (by_kind,) = last.values()
+    assert list(by_kind) == ["bfloat16", "int8", "int4"]
+    assert len(table) == 9
+    assert all(one["ratio"] > 0 for by_rows in by_kind.values() for one in by_rows.values())
 
 
 @pytest.mark.slow

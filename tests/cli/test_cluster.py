@@ -35,7 +35,7 @@ def test_a_model_that_is_not_found_is_named_before_anything_is_started() -> None
 
 def test_without_ray_it_says_what_to_install_and_sets_no_variables() -> None:
     before = dict(os.environ)
-    with pytest.raises(BadRequest, match=r"install kvcellar\[cluster\]"):
+    with pytest.raises(BadRequest, match=r"pip install 'kvcellar\[cluster\]'"):
         CliRunner().invoke(command, ["serve", "--no-store"], catch_exceptions=False)
     assert dict(os.environ) == before
 
@@ -92,7 +92,7 @@ def test_gateways_on_several_machines_need_a_place_that_all_share(tmp_path: Path
     """The default directory is one of each machine."""
     result = CliRunner().invoke(command, ["serve", "--ray", "auto", "--gateways", "2"])
     assert "Invalid value for '--gateways': what one remembers, others must find" in result.output
-    with pytest.raises(BadRequest, match="a cluster needs Ray"):
+    with pytest.raises(BadRequest, match="a cluster needs the extra cluster"):
         CliRunner().invoke(
             command, ["serve", "--ray", "auto", "--gateways", "2", "--store", str(tmp_path)], catch_exceptions=False
         )

@@ -140,6 +140,27 @@ def test_an_answer_that_is_written_again_stands_beside_the_first(engine, pages):
         assert violations(page) == []
 
 
+def test_on_a_phone_branches_stand_beside_each_other_and_the_page_does_not_scroll_sideways(engine, pages):
+    with chatting(engine, pages, width=360) as page:
+        page.get_by_role("button", name="Menu").click()
+        set_field(page, max_tokens="24")
+        page.get_by_role("button", name="Menu").click()
+        say(page, FIRST)
+        page.get_by_role("button", name="Regenerate").click()
+        expect(page.get_by_role("group", name="branches")).to_contain_text("2 of 2")
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+        page.get_by_role("button", name="Side by side").click()
+        expect(page.locator(".beside > li")).to_have_count(2)
+        first, second = (one.bounding_box() for one in page.locator(".beside > li").all())
+        assert first is not None
+        assert second is not None
+        assert first["y"] == second["y"]
+        assert first["x"] + first["width"] <= second["x"] < 360
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        page.get_by_role("button", name="Go on from here").focus()
+        assert violations(page) == []
+
+
 def test_a_stop_keeps_what_was_written(engine, pages):
     with chatting(engine, pages) as page:
         set_field(page, max_tokens="3000", temperature="0")

@@ -106,6 +106,18 @@ def test_the_chat_needs_no_key_and_no_inspector_and_all_else_does(engine):
             assert client.get(path, headers=BROWSER).status_code == 401, path
 
 
+def test_where_the_chat_is_off_browsers_get_what_others_do_and_none_of_its_files(engine):
+    with served(engine, chat_page=False) as client:
+        assert client.get("/", headers=BROWSER).text == "kvcellar is running"
+        assert client.get("/inspector/chat/app.js").status_code == 404
+        assert client.get("/inspector").status_code == client.get("/inspector/data.js").status_code == 200
+    with served(engine, chat_page=False, inspector=False) as client:
+        for path in ("/favicon.ico", "/inspector", "/inspector/data.js"):
+            assert client.get(path).status_code == 404, path
+    with served(engine, chat_page=False, **KEYS) as client:
+        assert client.get("/", headers=BROWSER).status_code == 401
+
+
 @pytest.mark.parametrize(
     "name", ["", "index.html", "nothing.js", "../routes.py", "%2e%2e/routes.py", "vendor/", "vendor/../app.js", "api/"]
 )

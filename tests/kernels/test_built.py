@@ -5,7 +5,9 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -147,6 +149,51 @@ def test_the_same_compiler_makes_the_same_bytes_in_any_place(tmp_path) -> None:
         subprocess.run(command, cwd=tmp_path / place, check=True)
         made.append((tmp_path / place / "made.so").read_bytes())
     assert made[0] == made[1]
+
+
+# Writes what a compiler could leave in a library: its arguments but for the place of the result, and the source.
+COMPILER = """#!/bin/sh
+for source; do out=$before; before=$source; done
+{ printf '%s\\n' "$@" | grep -vxF "$out"; cat "$source"; } > "$out"
+"""
+PACKED = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore", "src")
+
+
+def packed(place: Path, compiler: Path, umask: int, zone: str) -> dict[str, str]:
+    """Digests of an sdist and a wheel of a copy of this repository, by name. The copy has no weights."""
+    root, old = Path(hatch_build.__file__).parent, os.umask(umask)
+    try:
+        for name in PACKED:
+            if (root / name).is_dir():
+                shutil.copytree(root / name, place / name, ignore=shutil.ignore_patterns("*.safetensors"))
+            else:
+                place.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(root / name, place / name)
+        for path in place.rglob("*"):
+            os.utime(path, (umask, umask))
+        more = {"SOURCE_DATE_EPOCH": "1000000000", "KVCELLAR_KERNELS": "x86_64", "CXX": str(compiler), "TZ": zone}
+        subprocess.run(
+            [sys.executable, "-m", "hatchling", "build"],
+            cwd=place, env=os.environ | more, umask=umask, check=True, capture_output=True,
+        )  # fmt: skip
+    finally:
+        os.umask(old)
+    return {path.name: digest_of(path.read_bytes()) for path in (place / "dist").iterdir()}
+
+
+def test_wheel_and_sdist_are_packed_with_the_same_bytes_in_any_place(tmp_path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    here = packed(tmp_path / "here", compiler, 0o022, "UTC")
+    there = packed(tmp_path / "another/place/there", compiler, 0o077, "Asia/Tokyo")
+    assert here == there
+    assert sorted(name.rpartition(".")[2] for name in here) == ["gz", "whl"]
+    (wheel,) = (tmp_path / "here/dist").glob("*.whl")
+    names = ZipFile(wheel).namelist()
+    sources = len(list(SOURCES.glob("*.cpp")))
+    assert sum(name.endswith(".so") for name in names) == sources * len(LEVELS["x86_64"])
+    assert "kvcellar/py.typed" in names
 
 
 EMULATED = ("aarch64-linux-gnu-g++", "qemu-aarch64-static")

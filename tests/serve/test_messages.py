@@ -758,7 +758,6 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "either from is required, the name of a model, or files that were uploaded": "likewise",
     "this server was given its keys when it was made; make another one to change them": "in the log: test_key_ring.py",
     "the server {} {} key; start it again for that": "likewise",
-    "traces need the extra otel: pip install 'kvcellar[otel]' ({} is not installed)": "start: test_traces.py",
     "web pages cannot upload files to this server": "test_uploads.py",
     "the role of a message must be system, user or assistant": "likewise",
     "the model {} is not in the library of this server": "likewise",

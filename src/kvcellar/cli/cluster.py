@@ -25,7 +25,7 @@ from kvcellar.cli.setting_options import engine_options, image_options
 from kvcellar.cli.store_options import placed, store_options
 from kvcellar.engine.load.in_library import located
 from kvcellar.engine.models.weights.find import find
-from kvcellar.errors import BadRequest, EngineFailed
+from kvcellar.errors import BadRequest, EngineFailed, extra_missing
 
 NAME = "kvcellar"  # of the application
 ENVIRONMENT = {
@@ -147,7 +147,7 @@ def serve(
             os.environ.setdefault(name, value)  # `ray.serve` reads it when it is imported
         ray_serve = import_module("ray.serve")
     except ImportError as error:
-        raise BadRequest(f"a cluster needs Ray: install kvcellar[cluster] ({error})", "cluster") from error
+        raise BadRequest(extra_missing("a cluster", "cluster", error), "cluster") from error
     application = import_module("kvcellar.cluster.application").app(described | {"engine": _engine(options)})
     own = {"include_dashboard": False, "object_store_memory": OBJECTS} if address is None else {}
     ray.init(address=address or "local", log_to_driver=False, **own)  # without one, Ray looks for a cluster here

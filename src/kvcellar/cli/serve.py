@@ -116,7 +116,8 @@ def show_banner(
     """Announce each line. `url` is that of the server, without a path."""
     announce(f"Serving {', '.join(host.names)} at {url}/v1")
     announce("; ".join(f"{name}: {url}{path}" for name, path in APIS.items()))
-    announce(f"Chat at {url}/")
+    if settings.chat_page:
+        announce(f"Chat at {url}/")
     if settings.inspects:
         announce(f"See inside at {url}{PAGE}")
     used, limit = host.bytes, host.limits.max_bytes
@@ -145,7 +146,7 @@ SWITCH = 1e-3  # seconds that a thread keeps the interpreter while others wait: 
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
 HTTP_OPTIONS = (
     *("host", "port", "allow_open", "allowed_hosts", "cors_origins", "max_body_bytes"),
-    *("share_prefixes", "client_pins", "metrics_compat", "inspector", "both_reasoning_names"),
+    *("share_prefixes", "client_pins", "metrics_compat", "inspector", "chat_page", "both_reasoning_names"),
 )
 SERVER_OPTIONS = (*HTTP_OPTIONS, "max_upload_bytes", "drain_seconds", "allow_pull")
 
@@ -175,7 +176,7 @@ http_options = together(
     click.option(
         "--max-body", "max_body_bytes", type=SIZE, default="8MiB", show_default=True, help="Largest request body."
     ),
-    setting_options(ServeSettings, inspector="--inspector/--no-inspector"),
+    setting_options(ServeSettings, inspector="--inspector/--no-inspector", chat_page="--chat/--no-chat"),
     setting_options(ServeSettings, "both_reasoning_names", "client_pins", "share_prefixes"),
 )
 

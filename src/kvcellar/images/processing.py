@@ -201,7 +201,7 @@ def _part(kind: Any, name: str, path: str) -> Any:
             raise
         raise ModelRefused(
             f"its image processor ({kind.__name__}) needs torchvision: transformers has no variant of it for Pillow. "
-            f"Install kvcellar[images], with torchvision in the version and build that fit torch {torch.__version__}"
+            f"Install it by pip install 'kvcellar[images]', in the version and build that fit torch {torch.__version__}"
         ) from None
 
 

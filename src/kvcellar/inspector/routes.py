@@ -1,6 +1,6 @@
 """routes: the pages of the server: the chat at `/`, the inspector at `/inspector`, and what the latter shows.
 
-    /                            the chat, for browsers only: it is a client of OpenAI's API, and always there
+    /                            the chat, for browsers only: it is a client of OpenAI's API
     /inspector                   the inspector; below it the files of both pages
     /inspector/api/snapshot      one JSON object (see `snapshot`)
     /inspector/api/stream        the same as server-sent events, one when something has changed, at most one a second
@@ -64,11 +64,10 @@ SCRIPTS = ("app.js", "replicas.js", "requests.js", "tree.js", "memory.js", "step
 PARTS = ("app", "client", "composer", "conversations", "marks", "messages", "settings")
 OF_CHAT = ("chat/index.html", "chat/chat.css", *(f"chat/{name}.js" for name in PARTS))
 OF_BOTH = ("data.js", "page.css", "icon.svg", "NOTICE", "vendor/preact-htm.js")
-VENDOR = ("vendor/d3-hierarchy.js", "vendor/uplot.js", "vendor/uplot.css")
+OF_PAGE = ("index.html", *SCRIPTS, "vendor/d3-hierarchy.js", "vendor/uplot.js", "vendor/uplot.css")
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}  # by suffix
 FILES: Mapping[str, str] = {  # media types by name
-    name: TYPES.get(name.rpartition(".")[2], "text/plain")
-    for name in (*OF_CHAT, *OF_BOTH, "index.html", *SCRIPTS, *VENDOR)
+    name: TYPES.get(name.rpartition(".")[2], "text/plain") for name in (*OF_CHAT, *OF_BOTH, *OF_PAGE)
 }
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -145,10 +144,9 @@ class BrowserRoute(Route):
 
 
 def inspector(shared: Shared) -> Mounted:
-    """The pages and the data of the inspector. Where its page is off, only admin keys read the data; without these,
-    there is only the chat."""
+    """The pages and the data of the inspector. Where its page is off, only admin keys read the data."""
     page = shared.settings.inspects
-    found = _paths(read_files(), page)
+    found = _paths(read_files(), page, shared.settings.chat_page)
     routes = [BrowserRoute(path, file.response, methods=["GET"]) for path, file in found.items() if path == CHAT]
     routes += [Route(path, file.response, methods=["GET"]) for path, file in found.items() if path != CHAT]
     if not page and not shared.keys.now.admin:
@@ -158,12 +156,15 @@ def inspector(shared: Shared) -> Mounted:
     return Mounted(routes, frozenset(found), (API,), OPERATIONS)
 
 
-def _paths(files: Mapping[str, File], page: bool) -> dict[str, File]:
-    """`page`: those of the inspector, too."""
-    names = files if page else (*OF_CHAT, *OF_BOTH)
+def _paths(files: Mapping[str, File], page: bool, chat: bool) -> dict[str, File]:
+    """Of the inspector's `page` and of the chat, where they are on."""
+    if not page and not chat:
+        return {}
+    names = (*OF_BOTH, *(OF_CHAT if chat else ()), *(OF_PAGE if page else ()))
     found = {f"{PAGE}/{name}": files[name] for name in names if not name.endswith(".html")}
     found |= {PAGE: files["index.html"]} if page else {}
-    return {CHAT: files["chat/index.html"], ICON: files["icon.svg"], **found}
+    found |= {CHAT: files["chat/index.html"]} if chat else {}
+    return {ICON: files["icon.svg"], **found}
 
 
 def _connected(cluster: ClusterStats | None) -> Sequence[ReplicaStats]:

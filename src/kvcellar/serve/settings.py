@@ -74,6 +74,7 @@ class ServeSettings:
     allow_pull: bool = False  # Ollama's route /api/pull downloads models from the hub
     # the page at `/inspector`; None: only without API keys, and where only this machine can reach the server
     inspector: bool | None = None
+    chat_page: bool = True  # the page to chat in at `/`, for browsers; where there are API keys it asks for one
     client_pins: bool = False  # requests may set cache_pin, and cache_priority above 0
     # most bytes of responses of `/v1/responses` that are kept for one API key, of a 64th of the bytes of the store for
     # all, or, without a store, of 256 MiB

@@ -11,7 +11,7 @@ from kvcellar.engine.load.machine import PER_CPU, most_threads
 from kvcellar.engine.models.quantize.kinds import WEIGHTS
 from kvcellar.engine.models.weights.placement import ONE_DEVICE, PARALLEL, why_not_on
 from kvcellar.engine.speculate.factory import DrafterFactory
-from kvcellar.errors import BadRequest, shown
+from kvcellar.errors import BadRequest, extra_missing, shown
 from kvcellar.memory.shapes import StoredAs
 from kvcellar.memory.tiers.codec import AesGcm, Cipher, Plain
 from kvcellar.places import state
@@ -264,9 +264,7 @@ def cipher_of(settings: Settings) -> Cipher:
     try:
         return AesGcm(settings.store_key)
     except ImportError as error:
-        raise BadRequest(
-            "store_key needs the package cryptography: install kvcellar[encryption]", "store_key"
-        ) from error
+        raise BadRequest(extra_missing("store_key", "encryption", error), "store_key") from error
 
 
 def secret_of(settings: Settings) -> bytes:

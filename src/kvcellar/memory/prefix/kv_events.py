@@ -42,7 +42,7 @@ from typing import Any
 
 import msgspec
 
-from kvcellar.errors import BadRequest, shown
+from kvcellar.errors import BadRequest, extra_missing, shown
 from kvcellar.memory.prefix.blocks import START, Blocks, Place, TreeBlocks, blocks_of
 from kvcellar.memory.prefix.node import TOKEN, Node, root_of
 from kvcellar.memory.snapshot import Snapshot, adapter_of, requested
@@ -181,7 +181,7 @@ def _zmq() -> Any:
     try:
         import zmq
     except ImportError as error:
-        raise BadRequest("kv_events needs pyzmq: install kvcellar[events]", "kv_events") from error
+        raise BadRequest(extra_missing("kv_events", "events", error), "kv_events") from error
     return zmq
 
 

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, extra_missing
 from kvcellar.memory.snapshot import KEY
 from kvcellar.memory.tiers.bounded import Bounded, RemoteFailed
 from kvcellar.memory.tiers.buckets import LONGEST
@@ -77,8 +77,7 @@ def opening(url: str) -> Generator[None]:
     try:
         yield
     except ImportError as error:
-        needs = f"store_remote needs a package that is not installed: {error}. Install kvcellar[remote]"
-        raise BadRequest(needs, "store_remote") from error
+        raise BadRequest(extra_missing("store_remote", "remote", error), "store_remote") from error
     except ValueError as error:
         why = type(error).__name__ if "@" in url else str(error)
         raise BadRequest(f"store_remote cannot be opened: {why}", "store_remote") from None

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, extra_missing
 from kvcellar.serve.http.request_log import RequestLog
 from kvcellar.version import __version__
 
@@ -52,8 +52,7 @@ def open_traces() -> "Traces":
         for name in NEEDED:
             import_module(name)
     except ImportError as error:
-        message = f"traces need the extra otel: pip install 'kvcellar[otel]' ({error.name} is not installed)"
-        raise BadRequest(message, "traces") from error
+        raise BadRequest(extra_missing("tracing", "otel", error), "traces") from error
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider

@@ -177,7 +177,7 @@ function Chat({ names, inspector, lockOut }) {
   const told = busy ? "Writing." : last ? `Answer complete: ${count(last.turn.restored)} of ${count(last.turn.prompt)} prompt tokens came from memory.` : "";
 
   return html`<header class="top">
-      <h1><img src="/inspector/icon.svg" alt="" width="24" height="24" /> kvcellar</h1>
+      <h1><img src="/inspector/icon.svg" alt="" width="24" height="24" /> <span>kvcellar</span></h1>
       ${names.length > 1 ? html`<label>Model <select value=${model} disabled=${Boolean(busy)} onChange=${(event) => ((one.model = event.target.value), changed())}>${names.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>` : html`<p class="model">${model}</p>`}
       ${info?.context && html`<p class="note context">${count(info.context)} tokens</p>`}
       <button type="button" class="menu" aria-expanded=${side ? "true" : "false"} aria-controls="side" onClick=${() => setSide(!side)}>Menu</button>

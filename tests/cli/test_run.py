@@ -13,7 +13,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.cli.main import COMMANDS, cli
-from kvcellar.cli.options import _OF_ENGINE, EVERYDAY
+from kvcellar.cli.options import EVERYDAY, OF_ENGINE
 from kvcellar.frontend.request_builder import RequestBuilder
 from kvcellar.sampling_params import SamplingParams
 from tests.cli.command import kvcellar, started
@@ -350,7 +350,7 @@ def test_names_of_options_in_groups_are_those_of_options():
         one.name for name in COMMANDS if (found := cli.get_command(click.Context(cli), name)) for one in found.params
     ]
     ours = {"_click_default_help", "help_all", "images", "replicas", "gateways"}  # of all commands, and of cluster's
-    assert {*EVERYDAY, *_OF_ENGINE} - ours <= set(params)
+    assert {*EVERYDAY, *OF_ENGINE} - ours <= set(params)
 
 
 def test_version():
@@ -373,7 +373,8 @@ def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path):
 
 
 def test_a_closed_stdout_ends_the_command_silently(tmp_path):
-    process = started(tmp_path, "run", "embedded", "import os", "--ignore-eos", "--max-tokens", "4000", *GREEDY)
+    words = ("run", "embedded", "import os", "--quiet", "--ignore-eos", "--max-tokens", "4000")
+    process = started(tmp_path, *words, *GREEDY)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.read(5)

@@ -24,7 +24,7 @@ def test_serve_prints_its_address_and_ends_on_a_signal(tmp_path, word):
             line = process.stderr.readline()
             assert line, output
             output += line
-        assert re.match(r"embedded: \d+ tokens in [\d.]+ MB; with .+ of .+ MB\n  limit: ", output)
+        assert re.search(r"(?m)^embedded: \d+ tokens in [\d.]+ MB; with .+ of .+ MB\n  limit: ", output)
         with httpx.Client(base_url=found[1], trust_env=False, timeout=240) as client:
             assert client.get("/health").status_code == 200
             assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["embedded"]

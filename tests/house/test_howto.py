@@ -94,7 +94,7 @@ class Page:
         words = [word for word in words if word not in (">", target, "&")]
         ran = CliRunner().invoke(cli, words, input=piped)
         if target is not None:
-            Path(target).write_text(ran.output)
+            Path(target).write_text(ran.stdout)
         return ran.exit_code, ran.output
 
     def here(self, text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, ModelNotFound
 from kvcellar.sampling_params import PARAMETERS, Parameter, names_in
 from kvcellar.values import Flag, Items, Kind, Pair, Pairs, Real, Whole
 
@@ -73,12 +73,25 @@ EVERYDAY = frozenset(
         "gateways",
     }
 )  # fmt: skip
-_OF_ENGINE = frozenset(
+OF_ENGINE = frozenset(
     {
         "adapters", "attention", "cache_bytes", "context", "device", "draft", "draft_bytes", "draft_depth", "dtype",
         "kv_dtype", "max_models", "max_sequences", "memory", "record", "step_tokens", "threads", "weights",
     }
 )  # fmt: skip
+OF_OTHERS = {  # what to use in place of options that other servers have
+    "--served-model-name": "A model has the name of its directory; `kvcellar create NAME` gives it one in the library",
+    **dict.fromkeys(("--model", "--model-path", "--hf-repo"), "MODEL needs no option: `kvcellar serve MODEL`"),
+    **dict.fromkeys(("--max-model-len", "--ctx-size", "--context-length"), "Use --context"),
+    **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), "Use --memory or --cache-bytes"),
+    **dict.fromkeys(("--max-num-seqs", "--parallel", "--max-running-requests"), "Use --max-sequences"),
+    **dict.fromkeys(("--max-num-batched-tokens", "--batch-size", "--chunked-prefill-size"), "Use --step-tokens"),
+    **dict.fromkeys(("--kv-cache-dtype", "--cache-type-k", "--cache-type-v"), "Use --kv-dtype"),
+    **dict.fromkeys(("--model-draft", "--speculative-config"), "Use --draft"),
+    **dict.fromkeys(("--lora", "--lora-modules", "--lora-paths"), "Use --adapter NAME=PATH"),
+    "--quantization": "Use --weights",
+    "--api-key": "Other users can read command lines: use --api-key-file, or $KVCELLAR_API_KEY",
+}
 ALL = "kvcellar.help_all"  # in the context of a command: whether all options are shown
 
 
@@ -89,6 +102,21 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
+def _read_config(ctx: click.Context, _: click.Parameter, file: Path | None) -> None:
+    if not ctx.resilient_parsing:
+        from kvcellar.cli.config import defaults  # not at the top: it imports this file
+
+        ctx.default_map = defaults(ctx, file)
+
+
+config_option = click.Option(
+    ["--config"],
+    type=FILE,
+    is_eager=True,  # before the options that it has values of
+    expose_value=False,
+    callback=_read_config,
+    help="TOML file with values of options. Default: ~/.config/kvcellar/config.toml, if it is there.",
+)
 help_all = click.Option(
     ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Show all options."
 )
@@ -96,11 +124,20 @@ help_all = click.Option(
 
 class Command(click.Command):
     """Reports a `BadRequest` that was raised for the value of an option as an error of that option. Shows options in
-    groups: where there are many, those that are used every day, and with `--help-all` the others, too."""
+    groups: where there are many, those that are used every day, and with `--help-all` the others, too. Options that the
+    command line does not have are read from a file."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
-        return [*params, help_all] if len(params) > MANY else params
+        return [*params[:-1], config_option, *([help_all] if len(params) > MANY else []), params[-1]]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if (ours := OF_OTHERS.get(error.option_name)) is None:
+                raise
+            raise click.UsageError(f"No such option '{error.option_name}'. {ours}.", ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = self.get_params(ctx)
@@ -124,11 +161,32 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BadRequest as error:
-            for param in self.params:
-                if isinstance(param, click.Option) and param.name == error.param:
-                    raise click.BadParameter(str(error), ctx, param) from error
+        except ModelNotFound as error:
+            for model in ctx.params.get("models") or [ctx.params.get("model")]:
+                if model is not None and repr(model) in str(error):
+                    usage = ctx.get_usage().removeprefix("Usage: ")
+                    raise ModelNotFound(f"{error} {model!r} was taken as MODEL of `{usage}`.") from error
             raise
+        except BadRequest as error:
+            options = {one.name: one for one in self.params if isinstance(one, click.Option)}
+            message = re.sub(r"\b[a-z]+_[a-z_]+\b", lambda name: _flag(options.get(name[0]), name[0]), str(error))
+            if (param := options.get(error.param)) is None:
+                raise
+            if ctx.get_parameter_source(str(error.param)) is click.ParameterSource.DEFAULT_MAP:
+                message += " (from the config file)"
+            raise click.BadParameter(message, ctx, param) from error
+
+
+def _flag(option: click.Option | None, name: str) -> str:
+    return name if option is None else option.opts[0]
+
+
+def overruled(name: str, by: str) -> bool:
+    """Whether option `by` of the current command was given, and so that it has precedence over option `name`: what is
+    at the command line, over an environment variable, over a file."""
+    source = click.get_current_context().get_parameter_source
+    mine, other = source(name), source(by)
+    return mine is not None and other is not None and other < mine
 
 
 def _group_of(name: str) -> str:
@@ -137,7 +195,7 @@ def _group_of(name: str) -> str:
         return "What is drawn"
     if name.startswith(("store", "no_store", "host_bytes", "tenant_share", "kv_events")):
         return "What is kept outside of the device"
-    return "Model and memory" if name in _OF_ENGINE else "Options"
+    return "Model and memory" if name in OF_ENGINE else "Options"
 
 
 def together(*options: Decorator) -> Decorator:
@@ -152,8 +210,8 @@ def together(*options: Decorator) -> Decorator:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-# Without a terminal, progress and timings are never printed.
-quiet_option = click.option("--quiet", is_flag=True, help="At a terminal, print neither progress nor timings.")
+# Without a terminal, timings are never printed.
+quiet_option = click.option("--quiet", is_flag=True, help="Print neither progress nor timings.")
 
 
 def _by_name(ctx: click.Context, _: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> Any:

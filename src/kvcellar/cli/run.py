@@ -133,7 +133,9 @@ def command(
     if prompt is None and not interactive:
         prompt = _read_pipe()
     if prompt == "":
-        raise click.UsageError("there is no prompt: give one as an argument, pipe one in, or use a terminal")
+        taken = "" if model is None else f"{model!r} was taken as MODEL, and "
+        after = "give one behind MODEL (`embedded` is the embedded model)"
+        raise click.UsageError(f"{taken}there is no prompt: {after}, pipe one in, or use a terminal")
     options["no_store"] |= not interactive and options["store"] is None
     stored(options)
     form = PromptFormat(ids)

@@ -30,10 +30,10 @@ from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.collector import settle
 from kvcellar.durations import seconds_of
 from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.weights.create_tools import CreateTools
 from kvcellar.errors import BadRequest, KvcellarError, shown
 from kvcellar.frontend.engine import Engine
 from kvcellar.inspector.routes import PAGE, inspector
-from kvcellar.library.tools import Tools
 from kvcellar.progress import rounded
 from kvcellar.serve.http.key_ring import Keys, Names
 from kvcellar.serve.http.keys import permission_warning, read_keys, text_of
@@ -275,7 +275,7 @@ def command(
                 hosted.host,
                 settings,
                 library=hosted.library,
-                tools=create_tools,
+                tools=partial(CreateTools, measure=False),  # models beside those of the host would exceed --memory
                 mount=inspector,
                 listener=listener,
                 read_keys=partial(read_again, *files) if any(files) else None,
@@ -284,13 +284,6 @@ def command(
                 ready=partial(show_banner, announce, hosted.host, settings, keys),
                 signalled=timer.signalled,
             )
-
-
-def create_tools() -> Tools:
-    """What makes models from files, which imports torch: when the first one is created."""
-    from kvcellar.engine.models.weights.create_tools import CreateTools
-
-    return CreateTools(measure=False)  # models beside those of the host would exceed --memory
 
 
 def load(hosted: Hosting, pinned: list[Line], announce: Callable[[str], object]) -> None:

@@ -132,9 +132,9 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
     (tmp_path / "my-model").symlink_to(EMBEDDED)
     with ExitStack() as stack:
         page = Page(monkeypatch, stack)
-        monkeypatch.setattr("kvcellar.cli.serve.hosting", page.hosting)
-        monkeypatch.setattr("kvcellar.cli.serve.bind", lambda settings: nullcontext())
-        monkeypatch.setattr("kvcellar.cli.serve.run", page.serve)
+        monkeypatch.setattr("kvcellar.cli.hosting.hosting", page.hosting)
+        monkeypatch.setattr("kvcellar.serve.http.server.bind", lambda settings: nullcontext())
+        monkeypatch.setattr("kvcellar.serve.http.server.run", page.serve)
         yield page
 
 

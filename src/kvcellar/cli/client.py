@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import click
 
+from kvcellar.cli.completion import library_models
 from kvcellar.cli.options import FILE, Command, json_option, together
 from kvcellar.cli.printing import placement_lines, recall_lines, share, table
 from kvcellar.cli.progress_line import working
@@ -161,7 +162,7 @@ def _until(left: timedelta) -> str:
 
 
 @click.command("stop", cls=Command, epilog="Example: kvcellar stop my-model")
-@click.argument("name")
+@click.argument("name", shell_complete=library_models)
 @server_options
 def stop_command(name: str, url: str, admin_key_file: Path | None) -> None:
     """Let a running server unload the model NAME when its requests have ended. The next request loads it again.

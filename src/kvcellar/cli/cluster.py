@@ -18,6 +18,7 @@ import click
 
 from kvcellar.cli import top
 from kvcellar.cli.client import AdminClient, server_options, why_command
+from kvcellar.cli.completion import loadable_models
 from kvcellar.cli.options import FILE, STORE_KEY, Command, adapter_option, given, json_option, together
 from kvcellar.cli.printing import replica_lines
 from kvcellar.cli.progress_line import working
@@ -76,7 +77,7 @@ def status(as_json: bool, url: str, admin_key_file: Path | None) -> None:
 
 
 @command.command("serve", cls=Command, epilog="Example: kvcellar cluster serve ./my-model --replicas 4 --gateways 2")
-@click.argument("models", metavar="[MODEL]...", nargs=-1)
+@click.argument("models", metavar="[MODEL]...", nargs=-1, shell_complete=loadable_models)
 @click.option(
     "--replicas",
     metavar="N|MIN..MAX",

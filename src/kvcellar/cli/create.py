@@ -7,10 +7,11 @@ from pathlib import Path
 
 import click
 
+from kvcellar.cli.completion import library_models, values
 from kvcellar.cli.library import library
 from kvcellar.cli.options import FILE, MOST_TEXT, Command, json_option, quiet_option
 from kvcellar.cli.progress_line import show_progress
-from kvcellar.engine.models.quantize.kinds import report_lines
+from kvcellar.engine.models.quantize.kinds import QUANTISED, report_lines
 from kvcellar.engine.models.weights.create_tools import CreateTools
 from kvcellar.errors import BadRequest
 from kvcellar.library.create import Created, create
@@ -23,15 +24,27 @@ DEFAULT = "Modelfile"
 
 
 @click.command("create", cls=Command, epilog="Example: kvcellar create my-model -f Modelfile --quantize int8")
-@click.argument("name")
+@click.argument("name", shell_complete=library_models)
 @click.option(
     "--file",
     "-f",
     type=click.Path(exists=True, dir_okay=False, path_type=Path, allow_dash=True),
     help="The Modelfile; - reads stdin. Default: ./Modelfile, or FROM . in the directory of a model.",
 )
-@click.option("--quantize", "-q", metavar="TYPE", help="Type of the weights that are stored, like int8 or int4.")
-@click.option("--draft-quantize", "--quantize-draft", metavar="TYPE", help="The same for those of the draft.")
+@click.option(
+    "--quantize",
+    "-q",
+    metavar="TYPE",
+    shell_complete=values(*QUANTISED),
+    help="Type of the weights that are stored, like int8 or int4.",
+)
+@click.option(
+    "--draft-quantize",
+    "--quantize-draft",
+    metavar="TYPE",
+    shell_complete=values(*QUANTISED),
+    help="The same for those of the draft.",
+)
 @click.option("--calibrate", is_flag=True, help="Choose codes of 4 bits by GPTQ, on samples of the model.")
 @click.option(
     "--calibration-text",

@@ -169,16 +169,13 @@ class Command(click.Command):
             raise
         except BadRequest as error:
             options = {one.name: one for one in self.params if isinstance(one, click.Option)}
-            message = re.sub(r"\b[a-z]+_[a-z_]+\b", lambda name: _flag(options.get(name[0]), name[0]), str(error))
+            others = {name: one.opts[0] for name, one in options.items() if name != error.param}
+            message = re.sub(r"\b[a-z]+_[a-z_]+\b", lambda name: others.get(name[0], name[0]), str(error))
             if (param := options.get(error.param)) is None:
                 raise
             if ctx.get_parameter_source(str(error.param)) is click.ParameterSource.DEFAULT_MAP:
                 message += " (from the config file)"
             raise click.BadParameter(message, ctx, param) from error
-
-
-def _flag(option: click.Option | None, name: str) -> str:
-    return name if option is None else option.opts[0]
 
 
 def overruled(name: str, by: str) -> bool:

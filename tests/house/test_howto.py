@@ -46,7 +46,7 @@ LONG = (  # pages whose models are loaded several times; the commands of the oth
     "serve-your-model", "sessions", "share-a-machine", "speculate",
     "structured-output", "support-a-model-kind", "traces", "why",
 )  # fmt: skip
-SHOWN = {"text", "json"}  # languages of what is neither a command nor a program
+SHOWN = {"text", "json", "toml"}  # languages of what is neither a command nor a program
 FENCE = re.compile(r"(?:^\*Not run by the tests: it needs ([^\n]+)\.\*\n\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 

@@ -117,12 +117,12 @@ In a checkout the command is `.venv/bin/kvcellar`. Exit codes: 0 success; 1 refu
 line; 2 wrong usage; 130 interrupted; 128 plus the number of the signal if `serve` got a second signal. Sizes are
 written like 800M, 1.5G or 512MiB.
 
-Every command has `--config FILE`, a TOML file with values of options, by default `~/.config/kvcellar/config.toml` ([how to
-write it, and completion](../howto/command-line.md)).
+Every command has `--config FILE`, a TOML file with values of options, by default `~/.config/kvcellar/config.toml`
+([how to write it, and completion](../howto/command-line.md)).
 
-Stages of loading are printed, without a terminal those that last. At a terminal, `run` prints after each completion tokens
-per second, the time to the first token, and how many prompt tokens came from memory; `--quiet` prints neither. Its sampling
-options are described [on a page of their own](sampling.md).
+Stages of loading are printed, without a terminal those that last. At a terminal, `run` prints after each completion
+tokens per second, the time to the first token, and how many prompt tokens came from memory; `--quiet` prints neither.
+Its sampling options are described [on a page of their own](sampling.md).
 """
 METRICS = """\
 What `/metrics` has ([how to read it](../howto/metrics.md)). The names of counters end in `_total` there. Every metric

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from kvcellar.library.library import Library
 from kvcellar.library.names import LATEST, RESERVED
 from kvcellar.places import NoPlace, models
 
@@ -23,6 +22,8 @@ def values(*names: str) -> Completion:
 
 def library_models(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
     """Names of the library."""
+    from kvcellar.library.library import Library  # not at the top: commands are completed seldom
+
     with suppress(NoPlace, OSError):
         found = Library(models(os.environ)).names()
         return _beginning([str(name).removesuffix(f":{LATEST}") for name in found], begun)

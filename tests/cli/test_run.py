@@ -349,7 +349,8 @@ def test_names_of_options_in_groups_are_those_of_options():
     params = [
         one.name for name in COMMANDS if (found := cli.get_command(click.Context(cli), name)) for one in found.params
     ]
-    ours = {"_click_default_help", "help_all", "images", "replicas", "gateways"}  # of all commands, and of cluster's
+    of_all = {"_click_default_help", "help_all", "config"}
+    ours = of_all | {"images", "replicas", "gateways"}  # of cluster's, too
     assert {*EVERYDAY, *OF_ENGINE} - ours <= set(params)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvcellar.errors import BadRequest, ModelNotFound
+from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound
 from kvcellar.sampling_params import PARAMETERS, Parameter, names_in
 from kvcellar.values import Flag, Items, Kind, Pair, Pairs, Real, Whole
 
@@ -68,7 +68,7 @@ EVERYDAY = frozenset(
     {
         "as_json", "system", "images", "max_tokens", "temperature", "top_p", "seed", "stop", "json_schema",
         "store", "no_store", "store_remote", "cache_bytes", "context", "device", "weights", "threads", "draft",
-        "adapters", "pull", "quiet", "_click_default_help", "help_all", "host", "port", "api_key_file",
+        "adapters", "pull", "quiet", "_click_default_help", "help_all", "config", "host", "port", "api_key_file",
         "admin_key_file", "allow_open", "inspector", "memory", "max_models", "log_format", "replicas",
         "gateways",
     }
@@ -81,8 +81,8 @@ OF_ENGINE = frozenset(
 )  # fmt: skip
 OF_OTHERS = {  # what to use in place of options that other servers have
     "--served-model-name": "A model has the name of its directory; `kvcellar create NAME` gives it one in the library",
-    **dict.fromkeys(("--model", "--model-path", "--hf-repo"), "MODEL needs no option: `kvcellar serve MODEL`"),
-    **dict.fromkeys(("--max-model-len", "--ctx-size", "--context-length"), "Use --context"),
+    **dict.fromkeys(("--model", "-m", "--model-path", "--hf-repo"), "MODEL needs no option: `kvcellar serve MODEL`"),
+    **dict.fromkeys(("--max-model-len", "--ctx-size", "-c", "--context-length"), "Use --context"),
     **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), "Use --memory or --cache-bytes"),
     **dict.fromkeys(("--max-num-seqs", "--parallel", "--max-running-requests"), "Use --max-sequences"),
     **dict.fromkeys(("--max-num-batched-tokens", "--batch-size", "--chunked-prefill-size"), "Use --step-tokens"),
@@ -92,6 +92,7 @@ OF_OTHERS = {  # what to use in place of options that other servers have
     "--quantization": "Use --weights",
     "--api-key": "Other users can read command lines: use --api-key-file, or $KVCELLAR_API_KEY",
 }
+_NAME = re.compile(r"\b[a-z]+_[a-z_]+\b")  # of a setting in a message
 ALL = "kvcellar.help_all"  # in the context of a command: whether all options are shown
 
 
@@ -123,7 +124,8 @@ help_all = click.Option(
 
 
 class Command(click.Command):
-    """Reports a `BadRequest` that was raised for the value of an option as an error of that option. Shows options in
+    """Reports a `BadRequest` that was raised for the value of an option as an error of that option; messages have names
+    of options in place of those of settings. Shows options in
     groups: where there are many, those that are used every day, and with `--help-all` the others, too. Options that the
     command line does not have are read from a file."""
 
@@ -161,21 +163,27 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except ModelNotFound as error:
-            for model in ctx.params.get("models") or [ctx.params.get("model")]:
-                if model is not None and repr(model) in str(error):
-                    usage = ctx.get_usage().removeprefix("Usage: ")
-                    raise ModelNotFound(f"{error} {model!r} was taken as MODEL of `{usage}`.") from error
-            raise
-        except BadRequest as error:
+        except KvcellarError as error:
             options = {one.name: one for one in self.params if isinstance(one, click.Option)}
-            others = {name: one.opts[0] for name, one in options.items() if name != error.param}
-            message = re.sub(r"\b[a-z]+_[a-z_]+\b", lambda name: others.get(name[0], name[0]), str(error))
-            if (param := options.get(error.param)) is None:
-                raise
-            if ctx.get_parameter_source(str(error.param)) is click.ParameterSource.DEFAULT_MAP:
+            param = options.pop(error.param, None) if isinstance(error, BadRequest) else None
+            message = _NAME.sub(lambda name: options[name[0]].opts[0] if name[0] in options else name[0], str(error))
+            if isinstance(error, ModelNotFound):
+                message += _taken_as_model(ctx, message)
+            if param is None:
+                if message == str(error):
+                    raise
+                raise KvcellarError(message) from error
+            if ctx.get_parameter_source(str(param.name)) is click.ParameterSource.DEFAULT_MAP:
                 message += " (from the config file)"
             raise click.BadParameter(message, ctx, param) from error
+
+
+def _taken_as_model(ctx: click.Context, message: str) -> str:
+    """More of a message on a model that is not there, if the command line names it."""
+    for model in ctx.params.get("models") or [ctx.params.get("model")]:
+        if model is not None and repr(model) in message:
+            return f" {model!r} was taken as MODEL of `{ctx.get_usage().removeprefix('Usage: ')}`."
+    return ""
 
 
 def overruled(name: str, by: str) -> bool:

@@ -360,6 +360,18 @@ def test_version():
     assert kvcellar("--version").out == f"kvcellar, version {__version__}\n"
 
 
+def test_a_prompt_that_was_taken_as_a_model_is_said():
+    ran = kvcellar("run", "what is this?")
+    assert ran.code == 2
+    assert "'what is this?' was taken as MODEL, and there is no prompt: give one behind MODEL" in ran.err
+
+
+def test_messages_of_what_does_not_fit_have_options_in_place_of_settings():
+    line = refused("run", "embedded", "hello", *GREEDY, "--cache-bytes", "100k")
+    assert line.endswith("Raise --cache-bytes.")
+    assert "cache_bytes" not in line
+
+
 # -- as a process -----------------------------------------------------------------------------------------------------
 
 

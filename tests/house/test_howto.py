@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from click.testing import CliRunner
 from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.main import cli
 from kvcellar.serve import ModelManager, Server, ServeSettings
+from kvcellar.serve.http.server import bind
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "src/kvcellar/engine/models/embedded"
@@ -118,9 +119,13 @@ class Page:
         **_: object,
     ) -> None:
         load()
-        port, settings = settings.port, replace(settings, host="127.0.0.1", port=0)
+        port, settings = settings.port, _anywhere(settings)
         server = self.stack.enter_context(Server(models, settings, library=library, tools=lambda: tools, mount=mount))
         self.served[f"http://127.0.0.1:{port}"] = server.url
+
+
+def _anywhere(settings: ServeSettings) -> ServeSettings:
+    return replace(settings, host="127.0.0.1", port=0)
 
 
 @pytest.fixture
@@ -133,7 +138,7 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
     with ExitStack() as stack:
         page = Page(monkeypatch, stack)
         monkeypatch.setattr("kvcellar.cli.hosting.hosting", page.hosting)
-        monkeypatch.setattr("kvcellar.serve.http.server.bind", lambda settings: nullcontext())
+        monkeypatch.setattr("kvcellar.serve.http.server.bind", lambda settings: bind(_anywhere(settings)))
         monkeypatch.setattr("kvcellar.serve.http.server.run", page.serve)
         yield page
 

@@ -397,7 +397,10 @@ def _environment() -> str:
             "`XDG_CACHE_HOME`",
             "directory of compiled kernels and measured steps, in its folder `kvcellar`; default: `~/.cache`",
         ),
-        ("`XDG_CONFIG_HOME`", "directory of `kvcellar/config.toml`; default: `~/.config`"),
+        (
+            "`XDG_CONFIG_HOME`",
+            "directory of the file with values of options, in its folder `kvcellar`; default: `~/.config`",
+        ),
         (
             "`XDG_STATE_HOME`",
             "directory of the history of `kvcellar run`, in its folder `kvcellar`; default: `~/.local/state`",

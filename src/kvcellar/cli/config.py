@@ -59,24 +59,30 @@ class _Reader:
         }
 
     def values(self) -> Iterator[tuple[str, Any]]:
-        """Those that come first are last."""
+        """In the order of their precedence, the strongest last."""
         try:
             found = tomllib.loads(self._file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise click.UsageError(f"{self._file} cannot be read: {error}", self._ctx) from error
-        section, path, groups = found, "", [one for one in _above(self._ctx) if isinstance(one.command, click.Group)]
-        for group, below in zip(groups, [*groups[1:], self._ctx], strict=False):
-            assert isinstance(group.command, click.Group)
-            known = [*group.command.list_commands(group), *(() if path else SHARED)]
-            for key in section.keys() - {*known}:
-                self._fail(f"{path}{key}", f"there is no such section{_close(key, known)}")
-            path += str(below.command.name)
-            section = self._table(path, section.get(str(below.command.name), {}))
-            path += "."
+        own, section = self._own(found)
         for name, (sign, keys) in SHARED.items():
             if sign in self._options:
                 yield from self._of(name, self._table(name, found.get(name, {})), keys)
-        yield from self._of(path.removesuffix("."), section, self._options)
+        yield from self._of(own, section, self._options)
+
+    def _own(self, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The name and the section of the command. Checks the names of the sections beside it, and above."""
+        path, section = list[str](), found
+        for ctx in [*_above(self._ctx)[1:], self._ctx]:  # the first one is `kvcellar` itself
+            assert ctx.parent is not None
+            group = ctx.parent.command
+            assert isinstance(group, click.Group)
+            known = [*group.list_commands(ctx.parent), *(() if path else SHARED)]
+            for key in section.keys() - {*known}:
+                self._fail(".".join([*path, key]), f"there is no such section{_close(key, known)}")
+            path.append(str(ctx.command.name))
+            section = self._table(".".join(path), section.get(path[-1], {}))
+        return ".".join(path), section
 
     def _of(self, name: str, section: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, Any]]:
         for key, value in section.items():

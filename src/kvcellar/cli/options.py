@@ -164,8 +164,8 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except KvcellarError as error:
-            options = {one.name: one for one in self.params if isinstance(one, click.Option)}
-            param = options.pop(error.param, None) if isinstance(error, BadRequest) else None
+            options = {str(one.name): one for one in self.params if isinstance(one, click.Option)}
+            param = options.pop(str(error.param), None) if isinstance(error, BadRequest) else None
             message = _NAME.sub(lambda name: options[name[0]].opts[0] if name[0] in options else name[0], str(error))
             if isinstance(error, ModelNotFound):
                 message += _taken_as_model(ctx, message)

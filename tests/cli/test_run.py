@@ -249,7 +249,7 @@ def test_impossible_requests_are_refused(words, why):
         ("--logit-bias", "5=101", "logit_bias must be"),
         ("--logit-bias", "999999=1", "names token 999999; this model's tokens are 0 to"),
         ("--max-tokens", "0", "max_tokens must be"),
-        ("--min-tokens", "600", "min_tokens 600 is more than max_tokens 512"),
+        ("--min-tokens", "600", "min_tokens 600 is more than --max-tokens 512"),
         ("--seed", str(2**64), "seed must be"),
         ("--stop", "", "stop must be a string"),
         ("--stop-id", "-1", "stop_token_ids must be"),

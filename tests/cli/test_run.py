@@ -12,8 +12,9 @@ import click
 import pytest
 
 from kvcellar import Engine
+from kvcellar.cli.config import OF_ENGINE
 from kvcellar.cli.main import COMMANDS, cli
-from kvcellar.cli.options import EVERYDAY, OF_ENGINE
+from kvcellar.cli.options import EVERYDAY
 from kvcellar.frontend.request_builder import RequestBuilder
 from kvcellar.sampling_params import SamplingParams
 from tests.cli.command import kvcellar, started
@@ -225,7 +226,7 @@ def test_an_unknown_model_name_is_refused(name):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--cache-bytes", "100"), "Raise cache_bytes"),
+        (("--cache-bytes", "100"), "Raise --cache-bytes"),
         (("--context", "2"), "the prompt has"),
         (("--ids",), "with --ids a prompt is token ids, like 12 7 99, not 'hello there'"),
     ],
@@ -364,12 +365,6 @@ def test_a_prompt_that_was_taken_as_a_model_is_said():
     ran = kvcellar("run", "what is this?")
     assert ran.code == 2
     assert "'what is this?' was taken as MODEL, and there is no prompt: give one behind MODEL" in ran.err
-
-
-def test_messages_of_what_does_not_fit_have_options_in_place_of_settings():
-    line = refused("run", "embedded", "hello", *GREEDY, "--cache-bytes", "100k")
-    assert line.endswith("Raise --cache-bytes.")
-    assert "cache_bytes" not in line
 
 
 # -- as a process -----------------------------------------------------------------------------------------------------

@@ -26,9 +26,14 @@ from typing import Any
 
 import click
 
-from kvcellar.cli.options import OF_ENGINE
 from kvcellar.places import NoPlace, config
 
+OF_ENGINE = frozenset(
+    {
+        "adapters", "attention", "cache_bytes", "context", "device", "draft", "draft_bytes", "draft_depth", "dtype",
+        "kv_dtype", "max_models", "max_sequences", "memory", "record", "step_tokens", "threads", "weights",
+    }
+)  # fmt: skip
 # Sections of several commands: those that have the first option. Which options these have, where the command has them.
 SHARED: Mapping[str, tuple[str, frozenset[str]]] = {
     "client": ("url", frozenset({"url", "admin-key-file"})),

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kvcellar.cli.config import OF_ENGINE, defaults
 from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound
 from kvcellar.sampling_params import PARAMETERS, Parameter, names_in
 from kvcellar.values import Flag, Items, Kind, Pair, Pairs, Real, Whole
@@ -73,12 +74,6 @@ EVERYDAY = frozenset(
         "gateways",
     }
 )  # fmt: skip
-OF_ENGINE = frozenset(
-    {
-        "adapters", "attention", "cache_bytes", "context", "device", "draft", "draft_bytes", "draft_depth", "dtype",
-        "kv_dtype", "max_models", "max_sequences", "memory", "record", "step_tokens", "threads", "weights",
-    }
-)  # fmt: skip
 OF_OTHERS = {  # what to use in place of options that other servers have
     "--served-model-name": "A model has the name of its directory; `kvcellar create NAME` gives it one in the library",
     **dict.fromkeys(("--model", "-m", "--model-path", "--hf-repo"), "MODEL needs no option: `kvcellar serve MODEL`"),
@@ -105,8 +100,6 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 def _read_config(ctx: click.Context, _: click.Parameter, file: Path | None) -> None:
     if not ctx.resilient_parsing:
-        from kvcellar.cli.config import defaults  # not at the top: it imports this file
-
         ctx.default_map = defaults(ctx, file)
 
 

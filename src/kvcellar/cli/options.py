@@ -163,9 +163,8 @@ class Command(click.Command):
             if isinstance(error, ModelNotFound):
                 message += _taken_as_model(ctx, message)
             if param is None:
-                if message == str(error):
-                    raise
-                raise KvcellarError(message) from error
+                error.args = (message,)
+                raise
             if ctx.get_parameter_source(str(param.name)) is click.ParameterSource.DEFAULT_MAP:
                 message += " (from the config file)"
             raise click.BadParameter(message, ctx, param) from error

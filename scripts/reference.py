@@ -16,6 +16,7 @@ import click
 from pydantic import BaseModel
 
 import kvcellar
+from kvcellar.cli.client import VARIABLE as URL_VARIABLE
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.options import STORE_KEY, flag
 from kvcellar.cli.store_options import REMOTE
@@ -117,9 +118,12 @@ In a checkout the command is `.venv/bin/kvcellar`. Exit codes: 0 success; 1 refu
 line; 2 wrong usage; 130 interrupted; 128 plus the number of the signal if `serve` got a second signal. Sizes are
 written like 800M, 1.5G or 512MiB.
 
-At a terminal, `run` prints the stages of loading, and after each completion tokens per second, the time to the first
-token, and how many prompt tokens came from memory; `--quiet` prints neither. Its sampling options are described [on a
-page of their own](sampling.md).
+Every command has `--config FILE`, a TOML file with values of options, by default `~/.config/kvcellar/config.toml`
+([how to write it, and completion](../howto/command-line.md)).
+
+Stages of loading are printed, without a terminal those that last. At a terminal, `run` prints after each completion
+tokens per second, the time to the first token, and how many prompt tokens came from memory; `--quiet` prints neither.
+Its sampling options are described [on a page of their own](sampling.md).
 """
 METRICS = """\
 What `/metrics` has ([how to read it](../howto/metrics.md)). The names of counters end in `_total` there. Every metric
@@ -397,11 +401,16 @@ def _environment() -> str:
         (f"`{VARIABLE}`", "one more API key of `kvcellar serve`"),
         (f"`{ADMIN_VARIABLE}`", "one more admin key of `kvcellar serve`; the admin key of `why` and `cache`"),
         (f"`{METRICS_VARIABLE}`", "one more metrics key of `kvcellar serve`"),
+        (f"`{URL_VARIABLE}`", "as `--url`, the address of the server that `ps`, `why`, `top`, `cache` and others ask"),
         (f"`{STORE_KEY}`", "key of what is stored, as in the file of `--store-key-file`"),
         (f"`{REMOTE}`", "as `--store-remote`, for URLs with a password"),
         (
             "`XDG_CACHE_HOME`",
             "directory of compiled kernels and measured steps, in its folder `kvcellar`; default: `~/.cache`",
+        ),
+        (
+            "`XDG_CONFIG_HOME`",
+            "directory of the file with values of options, in its folder `kvcellar`; default: `~/.config`",
         ),
         (
             "`XDG_STATE_HOME`",

@@ -1,7 +1,9 @@
-"""places: the user's directories that kvcellar writes files to, by the XDG base directory rules.
+"""places: the user's directories that kvcellar writes files to, and that of the user's own settings, by the XDG base
+directory rules.
 
-`$XDG_CACHE_HOME`, `$XDG_STATE_HOME` and `$XDG_DATA_HOME` are used if they are absolute. Otherwise the directory is
-below the home directory: `$HOME`, or, if that is empty, unset or relative, the home directory in the password database.
+`$XDG_CACHE_HOME`, `$XDG_CONFIG_HOME`, `$XDG_DATA_HOME` and `$XDG_STATE_HOME` are used if they are absolute. Otherwise
+the directory is below the home directory: `$HOME`, or, if that is empty, unset or relative, the home directory in the
+password database.
 No path is relative to the working directory, a home directory is never created, and the root directory is never used.
 """
 
@@ -24,6 +26,11 @@ def cache(environment: Mapping[str, str]) -> Path:
 def state(environment: Mapping[str, str]) -> Path:
     """Directory for files that persist between starts. Does not create it. Raises `NoPlace`."""
     return _below(environment, "XDG_STATE_HOME", ".local/state")
+
+
+def config(environment: Mapping[str, str]) -> Path:
+    """Directory of the user's own settings. Does not create it. Raises `NoPlace`."""
+    return _below(environment, "XDG_CONFIG_HOME", ".config")
 
 
 def models(environment: Mapping[str, str]) -> Path:

@@ -19,6 +19,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
+from kvcellar.cli import progress_line
 from kvcellar.cli.main import main
 
 PATIENCE = 120.0  # seconds; only a test that fails waits so long
@@ -40,13 +41,23 @@ class _Tty(io.TextIOWrapper):
         return True
 
 
-def kvcellar(*words: str, stdin: bytes = b"", stdout: io.BytesIO | None = None, typed: str | None = None) -> Ran:
-    """Run the command in this process. Its streams are pipes, or with `typed` a terminal."""
+def kvcellar(
+    *words: str,
+    stdin: bytes = b"",
+    stdout: io.BytesIO | None = None,
+    typed: str | None = None,
+    apart: float = 3600.0,
+    config: Path = Path("/nonexistent"),
+) -> Ran:
+    """Run the command in this process. Its streams are pipes, or with `typed` a terminal. Without one, stages that take
+    `apart` seconds are written. `config` has the folder of the user's own settings."""
     stream = io.TextIOWrapper if typed is None else _Tty
     out, err = (stream(into, encoding="utf-8", write_through=True) for into in (stdout or io.BytesIO(), io.BytesIO()))
     streams = {"stdin": stream(io.BytesIO(stdin), encoding="utf-8"), "stdout": out, "stderr": err}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", ["kvcellar", *words]))
+        stack.enter_context(mock.patch.dict(os.environ, {"XDG_CONFIG_HOME": str(config)}))
+        stack.enter_context(mock.patch.object(progress_line, "APART", apart))
         for name, stream in streams.items():
             stack.enter_context(mock.patch.object(sys, name, stream))
         if typed is not None:
@@ -68,6 +79,7 @@ def environment(home: Path) -> dict[str, str]:
         **os.environ,
         "HOME": str(home),
         "XDG_STATE_HOME": str(home / "state"),
+        "XDG_CONFIG_HOME": str(home / "config"),
         "PROMPT_TOOLKIT_NO_CPR": "1",
         "TERM": "xterm",
         "OMP_NUM_THREADS": "1",

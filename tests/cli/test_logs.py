@@ -140,7 +140,7 @@ def one_request(monkeypatch, path: str) -> Iterator[None]:
             client.get(path)
 
     monkeypatch.setattr("kvcellar.cli.hosting.Engine", lambda model, **settings: Served())
-    monkeypatch.setattr("kvcellar.cli.serve.run", run)
+    monkeypatch.setattr("kvcellar.serve.http.server.run", run)
     yield
 
 

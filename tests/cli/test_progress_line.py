@@ -1,16 +1,21 @@
-"""The stages of loading a model are shown in one line at a terminal, on stderr."""
+"""The stages of loading a model are shown on stderr: at a terminal in one line, elsewhere where they last."""
 
+import io
 import os
 import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from tests.cli.command import COMMAND, Terminal, environment, kvcellar, ordinary_interrupts
+from kvcellar.cli import progress_line
+from kvcellar.cli.progress_line import show_progress
+from kvcellar.progress import Progress, report
+from tests.cli.command import COMMAND, PATIENCE, Terminal, environment, kvcellar, ordinary_interrupts
 from tests.zoo import ARCHS
 
 HOW = ("--temperature", "0", "--threads", "1", "--cache-bytes", "32M", "--attention", "sdpa", "--max-tokens", "2")
@@ -38,8 +43,42 @@ def test_each_stage_is_shown_and_the_line_erased(folder: str) -> None:
     assert not any(stage in ran.out for stage in ORDER)
 
 
-def test_nothing_is_shown_without_a_terminal(folder: str) -> None:
-    assert kvcellar("run", folder, *ASKED).err == ""
+def test_short_stages_are_not_shown_without_a_terminal(folder: str) -> None:
+    assert kvcellar("run", folder, *ASKED, apart=3600.0).err == ""
+
+
+@pytest.mark.parametrize("words", [("run",), ("doctor", "--no-kv-quality")])
+def test_stages_that_last_are_shown_without_a_terminal(folder: str, words: tuple[str, ...]) -> None:
+    ran = kvcellar(words[0], folder, *words[1:], *(ASKED if words[0] == "run" else ()), apart=1e-4)
+    assert ran.code == 0
+    assert ran.err.splitlines()
+    assert all(line.endswith(" ...") for line in ran.err.splitlines())
+
+
+def written(err: io.StringIO, text: str) -> None:
+    """Wait for it."""
+    limit = time.monotonic() + PATIENCE
+    while text not in err.getvalue():
+        assert time.monotonic() < limit, err.getvalue()
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("again", [0.0, 3600.0])
+def test_a_stage_has_one_line_or_one_each_half_minute(monkeypatch: pytest.MonkeyPatch, again: float) -> None:
+    monkeypatch.setattr(sys, "stderr", err := io.StringIO())
+    monkeypatch.setattr(progress_line, "APART", 0.001)
+    monkeypatch.setattr(progress_line, "AGAIN", again)
+    with show_progress() as shown:
+        assert shown is not None
+        report("loading weights", 2, 9)
+        written(err, "loading weights (2 of 9) ...\n")
+        report("loading weights", 3, 9)
+        if not again:
+            written(err, "loading weights (3 of 9) ...\n")
+        shown(Progress("downloading", 1000, 4_000_000, "B"))
+        written(err, "downloading (1 kB of 4 MB) ...\n")
+    if again:
+        assert err.getvalue() == "loading weights (2 of 9) ...\ndownloading (1 kB of 4 MB) ...\n"
 
 
 @pytest.mark.parametrize("words", [("run",), ("doctor", "--no-kv-quality"), ("verify", "--no-kv-quality")])

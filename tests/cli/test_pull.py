@@ -43,7 +43,7 @@ def process(here: dict[str, str], *words: str) -> "subprocess.CompletedProcess[s
 
 def test_what_a_process_pulls_is_run_offline(hub: FakeHub, here: dict[str, str], files: dict[str, bytes]) -> None:
     commit = hub.add(NAME, files)
-    pulled = process(here, "pull", NAME, "--json")
+    pulled = process(here, "pull", NAME, "--json", "--quiet")
     assert (pulled.returncode, pulled.stderr) == (0, "")
     record = json.loads(pulled.stdout)
     assert (record["name"], record["commit"], record["files"]) == (NAME, commit, len(files) - 1)
@@ -171,7 +171,7 @@ def test_an_interrupted_pull_ends_and_the_next_one_continues(
     hub.add(NAME, {**files, "model.safetensors": weights})
     hub.cuts = {"model.safetensors": [500_000, *[1] * 10_000]}  # so it would go on for hours
     pulling = subprocess.Popen(
-        [*COMMAND, "pull", NAME], env=here, stderr=subprocess.PIPE, text=True, preexec_fn=ordinary_interrupts
+        [*COMMAND, "pull", NAME, "--quiet"], env=here, stderr=subprocess.PIPE, text=True, preexec_fn=ordinary_interrupts
     )
     assert pulling.stderr is not None
     with pulling.stderr:

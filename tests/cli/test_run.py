@@ -12,8 +12,9 @@ import click
 import pytest
 
 from kvcellar import Engine
+from kvcellar.cli.config import OF_ENGINE
 from kvcellar.cli.main import COMMANDS, cli
-from kvcellar.cli.options import _OF_ENGINE, EVERYDAY
+from kvcellar.cli.options import EVERYDAY
 from kvcellar.frontend.request_builder import RequestBuilder
 from kvcellar.sampling_params import SamplingParams
 from tests.cli.command import kvcellar, started
@@ -225,7 +226,7 @@ def test_an_unknown_model_name_is_refused(name):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--cache-bytes", "100"), "Raise cache_bytes"),
+        (("--cache-bytes", "100"), "Raise --cache-bytes"),
         (("--context", "2"), "the prompt has"),
         (("--ids",), "with --ids a prompt is token ids, like 12 7 99, not 'hello there'"),
     ],
@@ -249,7 +250,7 @@ def test_impossible_requests_are_refused(words, why):
         ("--logit-bias", "5=101", "logit_bias must be"),
         ("--logit-bias", "999999=1", "names token 999999; this model's tokens are 0 to"),
         ("--max-tokens", "0", "max_tokens must be"),
-        ("--min-tokens", "600", "min_tokens 600 is more than max_tokens 512"),
+        ("--min-tokens", "600", "min_tokens 600 is more than --max-tokens 512"),
         ("--seed", str(2**64), "seed must be"),
         ("--stop", "", "stop must be a string"),
         ("--stop-id", "-1", "stop_token_ids must be"),
@@ -349,14 +350,21 @@ def test_names_of_options_in_groups_are_those_of_options():
     params = [
         one.name for name in COMMANDS if (found := cli.get_command(click.Context(cli), name)) for one in found.params
     ]
-    ours = {"_click_default_help", "help_all", "images", "replicas", "gateways"}  # of all commands, and of cluster's
-    assert {*EVERYDAY, *_OF_ENGINE} - ours <= set(params)
+    of_all = {"_click_default_help", "help_all", "config"}
+    ours = of_all | {"images", "replicas", "gateways"}  # of cluster's, too
+    assert {*EVERYDAY, *OF_ENGINE} - ours <= set(params)
 
 
 def test_version():
     from kvcellar import __version__
 
     assert kvcellar("--version").out == f"kvcellar, version {__version__}\n"
+
+
+def test_a_prompt_that_was_taken_as_a_model_is_said():
+    ran = kvcellar("run", "what is this?")
+    assert ran.code == 2
+    assert "'what is this?' was taken as MODEL, and there is no prompt: give one behind MODEL" in ran.err
 
 
 # -- as a process -----------------------------------------------------------------------------------------------------
@@ -373,7 +381,8 @@ def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path):
 
 
 def test_a_closed_stdout_ends_the_command_silently(tmp_path):
-    process = started(tmp_path, "run", "embedded", "import os", "--ignore-eos", "--max-tokens", "4000", *GREEDY)
+    words = ("run", "embedded", "import os", "--quiet", "--ignore-eos", "--max-tokens", "4000")
+    process = started(tmp_path, *words, *GREEDY)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.read(5)

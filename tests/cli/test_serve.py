@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvcellar.cli.options import OF_OTHERS
+from kvcellar.cli.serve import command as serve
 from tests.cli.command import kvcellar, started
 
 ENGINE = ("--cache-bytes", "16M", "--threads", "1", "--max-sequences", "4")
@@ -24,7 +26,7 @@ def test_serve_prints_its_address_and_ends_on_a_signal(tmp_path, word):
             line = process.stderr.readline()
             assert line, output
             output += line
-        assert re.match(r"embedded: \d+ tokens in [\d.]+ MB; with .+ of .+ MB\n  limit: ", output)
+        assert re.search(r"(?m)^embedded: \d+ tokens in [\d.]+ MB; with .+ of .+ MB\n  limit: ", output)
         with httpx.Client(base_url=found[1], trust_env=False, timeout=240) as client:
             assert client.get("/health").status_code == 200
             assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["embedded"]
@@ -113,3 +115,24 @@ def test_a_key_file_without_keys_is_refused_before_a_model_is_loaded(monkeypatch
     assert "keys.txt has no key" in " ".join(output.split())
     monkeypatch.setenv("KVCELLAR_API_KEY", "")
     assert "is set but empty" in refused_before_a_model_is_loaded(monkeypatch, "--port", "0")
+
+
+def test_an_open_address_is_refused_with_the_option_that_allows_it(monkeypatch):
+    monkeypatch.delenv("KVCELLAR_API_KEY", raising=False)
+    output = refused_before_a_model_is_loaded(monkeypatch, "--host", "0.0.0.0", "--port", "0")
+    assert "or set --allow-open to serve every client" in output
+
+
+def test_options_of_other_servers_are_refused_with_ours(monkeypatch):
+    ours = {name for one in serve.params for name in one.opts}
+    for option, instead in OF_OTHERS.items():
+        output = refused_before_a_model_is_loaded(monkeypatch, option, "1")
+        assert f"No such option '{option}'. {instead}." in output
+        assert {*re.findall(r"--[a-z-]+", instead)} <= ours
+        assert option not in ours
+
+
+def test_memory_that_is_too_small_is_refused_with_its_option():
+    ran = kvcellar("serve", "--memory", "10M", "--port", "0")
+    assert ran.code == 1
+    assert "this server has 10000000 bytes for at most 3 models. A larger --memory or --max-models" in ran.err

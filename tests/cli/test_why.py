@@ -61,7 +61,7 @@ def test_errors_say_what_to_do(server, key, tmp_path) -> None:
         ("none", "--url", server.url, "--admin-key-file", key): (1, "no request 'none' is recorded"),
         ("--url", "http://127.0.0.1:1", "--admin-key-file", key): (
             1,
-            "Is the server running? Records of requests are in its memory only, and end with it.",
+            "Is the server running there (--url, $KVCELLAR_URL)? Records of requests are in its memory only",
         ),
         ("--url", "ftp://127.0.0.1", "--admin-key-file", key): (2, "is not an address like http://127.0.0.1:8080"),
         ("--url", server.url, "--admin-key-file", str(tmp_path / "empty.txt")): (2, "has no key"),

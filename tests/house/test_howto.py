@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
@@ -38,6 +38,7 @@ from packaging.utils import canonicalize_name
 from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.main import cli
 from kvcellar.serve import ModelManager, Server, ServeSettings
+from kvcellar.serve.http.server import bind
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "src/kvcellar/engine/models/embedded"
@@ -63,7 +64,7 @@ LONG = (  # pages whose models are loaded several times; the commands of the oth
     "an-agent-with-forks", "from-ollama", "from-transformers", "from-vllm", "serve-a-team",
 )  # fmt: skip
 SAME = doctest.OutputChecker().check_output
-SHOWN = {"text", "json"}  # languages of what is neither a command nor a program
+SHOWN = {"text", "json", "toml"}  # languages of what is neither a command nor a program
 FENCE = re.compile(r"(?:^\*Not run by the tests: it needs ([^\n]+)\.\*\n\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -118,7 +119,7 @@ class Page:
         words = [word for word in words if word not in (">", target, "&")]
         ran = CliRunner().invoke(cli, words, input=piped)
         if target is not None:
-            Path(target).write_text(ran.output)
+            Path(target).write_text(ran.stdout)
             return ran.exit_code, ""
         return ran.exit_code, ran.output if ran.exit_code else ran.stdout
 
@@ -143,9 +144,13 @@ class Page:
         **_: object,
     ) -> None:
         load()
-        port, settings = settings.port, replace(settings, host="127.0.0.1", port=0)
+        port, settings = settings.port, _anywhere(settings)
         server = self.stack.enter_context(Server(models, settings, library=library, tools=lambda: tools, mount=mount))
         self.served[f"http://127.0.0.1:{port}"] = server.url
+
+
+def _anywhere(settings: ServeSettings) -> ServeSettings:
+    return replace(settings, host="127.0.0.1", port=0)
 
 
 @pytest.fixture
@@ -161,9 +166,9 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
         monkeypatch.delenv(name, raising=False)
     with ExitStack() as stack:
         page = Page(monkeypatch, stack)
-        monkeypatch.setattr("kvcellar.cli.serve.hosting", page.hosting)
-        monkeypatch.setattr("kvcellar.cli.serve.bind", lambda settings: nullcontext())
-        monkeypatch.setattr("kvcellar.cli.serve.run", page.serve)
+        monkeypatch.setattr("kvcellar.cli.hosting.hosting", page.hosting)
+        monkeypatch.setattr("kvcellar.serve.http.server.bind", lambda settings: bind(_anywhere(settings)))
+        monkeypatch.setattr("kvcellar.serve.http.server.run", page.serve)
         yield page
 
 

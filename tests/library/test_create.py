@@ -361,7 +361,13 @@ def test_the_stages_are_reported(here, library):
     with listening(seen.append):
         made(library, "a", "FROM ./m", here)
     stages = list(dict.fromkeys(one.stage for one in seen))
-    assert stages == ["storing config.json", "storing model.safetensors", "storing tokenizer.json", "writing manifest"]
+    assert stages == [
+        "checking files",
+        "storing config.json",
+        "storing model.safetensors",
+        "storing tokenizer.json",
+        "writing manifest",
+    ]
     assert all(0 <= one.done <= one.total for one in seen)
 
 

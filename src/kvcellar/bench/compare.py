@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from kvcellar import progress
 from kvcellar.bench.peer import Peer, PeerFailed, Side, ours_like, running
 from kvcellar.bench.processes import PROC, cpu_seconds
 
@@ -323,6 +324,7 @@ def compared(
     with ExitStack() as stack:
         peers = list[Peer]()
         for side in sides:
+            progress.report(f"starting {side.label}")
             try:
                 peers.append(stack.enter_context(running(side, options)))
             except PeerFailed as error:
@@ -332,6 +334,7 @@ def compared(
         comparison = Comparison(peers, extent)
         comparison.found.failed |= failed
         for work in works:
+            progress.report(f"measuring {work.name}")
             comparison.run(work)
             report(comparison.found, work)
     return comparison.found

@@ -32,6 +32,7 @@ from kvcellar.bench.network import SMALL, SPACE, TINY, words
 from kvcellar.bench.peer import OURS, Peer, PeerFailed, Side, running, sides_of, started
 from kvcellar.bench.processes import cpu_seconds, family, kill
 from kvcellar.errors import BadRequest
+from kvcellar.progress import report
 
 SHIPPED: Mapping[str, float] = MappingProxyType({"temperature": 0.6, "top_p": 0.95, "top_k": 20})  # Qwen3's
 STREAMS = 32
@@ -139,12 +140,14 @@ def run_served(
         engine = stack.enter_context(running(sides[0], options))
         serve: dict[str, Serve] = {ALONE: lambda row, texts: _alone(engine, row, texts, extent.new)}
         for side in sides:
+            report(f"starting the server of {side.name}")
             try:
                 serve[side.name] = stack.enter_context(_server(side, directory, client, extent.new, threads))
             except PeerFailed as error:
                 failed[side.name] = str(error)
         for row in [row for name, row in ROWS.items() if only in (None, name)]:
             others = Others([*family(os.getpid())])
+            report(f"measuring {row.name}")
             runs = _measured(row, extent, serve, vocabulary, failed)
             results[row.name] = {name: _summary(of, runs[ALONE]) for name, of in runs.items()}
             _show(row, results[row.name], others.share(), failed)

@@ -5,6 +5,7 @@ import signal
 import click
 
 from kvcellar.cli.options import Command
+from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.load.settings import RECORD
 from kvcellar.errors import BadRequest
 
@@ -54,9 +55,10 @@ def command(
     from kvcellar.bench.served import run_served
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # peers end with the bench
-    if serve:
-        if record:
-            raise BadRequest("--serve has the defaults of a server", "record")
-        run_served(against, peer_python, only=only, quick=quick, threads=threads)
-        return
-    run_against(against, peer_python, only=only, quick=quick, threads=threads, record=record)
+    if serve and record:
+        raise BadRequest("--serve has the defaults of a server", "record")
+    with show_progress(prints=True):
+        if serve:
+            run_served(against, peer_python, only=only, quick=quick, threads=threads)
+        else:
+            run_against(against, peer_python, only=only, quick=quick, threads=threads, record=record)

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from heapq import nlargest
 from pathlib import Path
@@ -14,7 +14,8 @@ from urllib.parse import quote
 import click
 
 from kvcellar.cli.client import PART, AdminClient, server_options
-from kvcellar.cli.options import FILE, IDS, SIZE, STORE_KEY, Command, Decorator, json_option, together
+from kvcellar.cli.options import FILE, IDS, SIZE, STORE_KEY, Command, Decorator, json_option, overruled, together
+from kvcellar.cli.progress_line import working
 from kvcellar.errors import BadRequest
 from kvcellar.memory.kv.record import positions
 from kvcellar.memory.tiers import upkeep
@@ -38,19 +39,19 @@ class Target:
     """A running server, or a store."""
 
     def __init__(self, store: Path | None, store_key_file: Path | None, url: str, admin_key_file: Path | None) -> None:
+        if overruled("store", by="url"):
+            store = None
         self.store, self.cipher = store, _cipher(store_key_file) if store is not None else None
         self.client = AdminClient(url, admin_key_file) if store is None else None
 
     def ask(self, method: str, path: str, of_store: Callable[[DiskTier], Any], **fields: Any) -> Any:
         """What the server answers, or `of_store` returns."""
         if self.client is not None:
-            return self.client.get(path) if method == "GET" else self.client.post(path, fields)
+            with working("waiting for the server"):
+                return self.client.get(path) if method == "GET" else self.client.post(path, fields)
         assert self.store is not None
-        disk = opened(self.store, self.cipher)
-        try:
+        with working("reading the store"), closing(opened(self.store, self.cipher)) as disk:
             return of_store(disk)
-        finally:
-            disk.close()
 
 
 def _cipher(key_file: Path | None) -> AesGcm | None:
@@ -283,7 +284,8 @@ def export(file: Path, as_json: bool, **target: Any) -> None:
             return {"bytes": sum(into.write(part) for part in parts)}
 
     if chosen.client is not None:
-        found = write(chosen.client.download("/admin/cache/export"))
+        with working("reading the store of the server"):
+            found = write(chosen.client.download("/admin/cache/export"))
     else:
         found = chosen.ask("POST", "", lambda disk: write(upkeep.exported(disk)))
     if not to_stdout:
@@ -324,10 +326,11 @@ def import_from(file: BinaryIO, store_bytes: int, as_json: bool, **target: Any) 
     entries were refused.
     """
     chosen = Target(**target)
-    if chosen.client is not None:
-        found = chosen.client.upload("/admin/cache/import", iter(lambda: file.read(PART), b""))
-    else:
-        found = asdict(_imported(chosen, file, store_bytes))
+    with working("storing entries"):
+        if chosen.client is not None:
+            found = chosen.client.upload("/admin/cache/import", iter(lambda: file.read(PART), b""))
+        else:
+            found = asdict(_imported(chosen, file, store_bytes))
     lines = [f"stored {found['stored']} entries"]
     lines += [f"refused {count}: {reason}" for reason, count in found["refused"].items()]
     _print(found, as_json, iter(lines))

@@ -14,12 +14,15 @@ from urllib.parse import quote, urlsplit
 
 import click
 
+from kvcellar.cli.completion import library_models
 from kvcellar.cli.options import FILE, Command, json_option, together
 from kvcellar.cli.printing import placement_lines, recall_lines, share, table
+from kvcellar.cli.progress_line import working
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.progress import rounded
 
 URL = "http://127.0.0.1:8080"
+VARIABLE = "KVCELLAR_URL"
 CONNECT = 10.0  # seconds
 PART = 2**20  # bytes that are read at once
 ADVICE = {
@@ -30,7 +33,9 @@ ADVICE = {
 
 # That name a running server.
 server_options = together(
-    click.option("--url", default=URL, show_default=True, help="Address of the server."),
+    click.option(
+        "--url", envvar=VARIABLE, default=URL, show_default=True, help=f"Address of the server. Or set ${VARIABLE}."
+    ),
     click.option(
         "--admin-key-file", type=FILE, help="File with the admin key of the server. Default: $KVCELLAR_ADMIN_KEY."
     ),
@@ -43,9 +48,13 @@ class AdminClient:
 
     def __init__(self, url: str, admin_key_file: Path | None, *, advice: str = "") -> None:
         """`advice` is added to the error where no server can be reached."""
-        self._advice = f"Is the server running? {advice}".rstrip()
-        self._parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
-        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
+        self._advice = f"Is the server running there (--url, ${VARIABLE})? {advice}".rstrip()
+        try:
+            self._parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
+            usable = self._parts.scheme in ("http", "https") and self._parts.hostname and self._parts.port != 0
+        except ValueError:  # a port that is no number, or brackets that are no address
+            usable = False
+        if not usable:
             raise BadRequest(f"{url!r} is not an address like {URL}", "url")
         from kvcellar.serve.http.keys import admin_key  # imports the server, which --help does not need
 
@@ -153,14 +162,15 @@ def _until(left: timedelta) -> str:
 
 
 @click.command("stop", cls=Command, epilog="Example: kvcellar stop my-model")
-@click.argument("name")
+@click.argument("name", shell_complete=library_models)
 @server_options
 def stop_command(name: str, url: str, admin_key_file: Path | None) -> None:
     """Let a running server unload the model NAME when its requests have ended. The next request loads it again.
 
     Models that were named in the command line of the server stay.
     """
-    AdminClient(url, admin_key_file).post("/api/generate", {"model": name, "keep_alive": 0})
+    with working(f"waiting for requests of {name} to end"):
+        AdminClient(url, admin_key_file).post("/api/generate", {"model": name, "keep_alive": 0})
 
 
 # -- why -------------------------------------------------------------------------------------------------------------

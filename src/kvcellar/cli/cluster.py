@@ -18,8 +18,10 @@ import click
 
 from kvcellar.cli import top
 from kvcellar.cli.client import AdminClient, server_options, why_command
+from kvcellar.cli.completion import loadable_models
 from kvcellar.cli.options import FILE, STORE_KEY, Command, adapter_option, given, json_option, together
 from kvcellar.cli.printing import replica_lines
+from kvcellar.cli.progress_line import working
 from kvcellar.cli.serve import HTTP_OPTIONS, http_options
 from kvcellar.cli.setting_options import engine_options, image_options
 from kvcellar.cli.store_options import placed, store_options
@@ -75,7 +77,7 @@ def status(as_json: bool, url: str, admin_key_file: Path | None) -> None:
 
 
 @command.command("serve", cls=Command, epilog="Example: kvcellar cluster serve ./my-model --replicas 4 --gateways 2")
-@click.argument("models", metavar="[MODEL]...", nargs=-1)
+@click.argument("models", metavar="[MODEL]...", nargs=-1, shell_complete=loadable_models)
 @click.option(
     "--replicas",
     metavar="N|MIN..MAX",
@@ -150,7 +152,8 @@ def serve(
         raise BadRequest(extra_missing("a cluster", "cluster", error), "cluster") from error
     application = import_module("kvcellar.cluster.application").app(described | {"engine": _engine(options)})
     own = {"include_dashboard": False, "object_store_memory": OBJECTS} if address is None else {}
-    ray.init(address=address or "local", log_to_driver=False, **own)  # without one, Ray looks for a cluster here
+    with working("starting Ray" if address is None else f"connecting to Ray at {address}"):
+        ray.init(address=address or "local", log_to_driver=False, **own)  # without one, Ray looks for a cluster here
     try:
         if address is not None:
             _check_authentication(address)
@@ -179,12 +182,15 @@ def _serve(ray_serve: Any, application: Any, host: str, port: int, models: Seque
     _check_address(host, port)
     try:
         try:
-            ray_serve.run(application, name=NAME, route_prefix="/")
+            with working("starting engines and gateways"):
+                ray_serve.run(application, name=NAME, route_prefix="/")
         except RuntimeError as error:
             raise EngineFailed(f"the cluster could not be started: {error}") from error
         stop = _signalled()
         url = _url(host, port)
-        if _ready(url, stop):
+        with working("waiting for the gateways"):
+            ready = _ready(url, stop)
+        if ready:
             click.echo(f"Serving {', '.join(models) or 'the embedded model'} at {url}/v1", err=True)
             while not stop:
                 time.sleep(0.2)

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import click
 
+from kvcellar.cli.completion import library_models, values
 from kvcellar.cli.library import library
 from kvcellar.cli.options import FILE, MOST_TEXT, Command, json_option, quiet_option
 from kvcellar.cli.progress_line import show_progress
-from kvcellar.engine.models.quantize.kinds import report_lines
+from kvcellar.engine.models.quantize.kinds import QUANTISED, report_lines
+from kvcellar.engine.models.weights.create_tools import CreateTools
 from kvcellar.errors import BadRequest
-from kvcellar.frontend.engine import import_needed
 from kvcellar.library.create import Created, create
 from kvcellar.library.details import details
-from kvcellar.library.modelfile import MOST_BYTES, Modelfile, parse
+from kvcellar.library.modelfile import MOST_BYTES, Modelfile, ModelfileError, parse
 from kvcellar.library.names import LATEST
 from kvcellar.progress import rounded
 
@@ -23,15 +24,27 @@ DEFAULT = "Modelfile"
 
 
 @click.command("create", cls=Command, epilog="Example: kvcellar create my-model -f Modelfile --quantize int8")
-@click.argument("name")
+@click.argument("name", shell_complete=library_models)
 @click.option(
     "--file",
     "-f",
-    type=click.Path(path_type=Path, allow_dash=True),
+    type=click.Path(exists=True, dir_okay=False, path_type=Path, allow_dash=True),
     help="The Modelfile; - reads stdin. Default: ./Modelfile, or FROM . in the directory of a model.",
 )
-@click.option("--quantize", "-q", metavar="TYPE", help="Type of the weights that are stored, like int8 or int4.")
-@click.option("--draft-quantize", "--quantize-draft", metavar="TYPE", help="The same for those of the draft.")
+@click.option(
+    "--quantize",
+    "-q",
+    metavar="TYPE",
+    shell_complete=values(*QUANTISED),
+    help="Type of the weights that are stored, like int8 or int4.",
+)
+@click.option(
+    "--draft-quantize",
+    "--quantize-draft",
+    metavar="TYPE",
+    shell_complete=values(*QUANTISED),
+    help="The same for those of the draft.",
+)
 @click.option("--calibrate", is_flag=True, help="Choose codes of 4 bits by GPTQ, on samples of the model.")
 @click.option(
     "--calibration-text",
@@ -58,21 +71,20 @@ def command(
     if quantize is None and (calibrate or calibration_text is not None):
         raise BadRequest("weights are calibrated when they are quantized; add --quantize int4 or mixed", "calibrate")
     text = None if calibration_text is None else _text(calibration_text)
-    modelfile, folder = _read(file)
-    here = Path.cwd()
-    with show_progress(quiet=quiet):
-        import_needed()
-        from kvcellar.engine.models.weights.create_tools import CreateTools  # imports torch, so not at the top
-
-        made = create(
-            library(),
-            name,
-            modelfile,
-            tools=CreateTools(calibrate=calibrate, calibration_text=text),
-            folders=tuple(dict.fromkeys((folder, here))),
-            quantize=quantize,
-            draft_quantize=draft_quantize,
-        )
+    try:
+        modelfile, folder = _read(file)
+        with show_progress(quiet=quiet):
+            made = create(
+                library(),
+                name,
+                modelfile,
+                tools=CreateTools(calibrate=calibrate, calibration_text=text),
+                folders=tuple(dict.fromkeys((folder, Path.cwd()))),
+                quantize=quantize,
+                draft_quantize=draft_quantize,
+            )
+    except ModelfileError as error:
+        raise BadRequest(f"{file or DEFAULT} {error}") from error
     _print(made, {"model": quantize, "draft": draft_quantize}, as_json=as_json)
 
 

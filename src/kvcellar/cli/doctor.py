@@ -7,6 +7,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from kvcellar.cli.completion import loadable_models
 from kvcellar.cli.options import MOST_TEXT, Command, given, json_option, kv_quality_option, quiet_option
 from kvcellar.cli.printing import kv_quality_lines
 from kvcellar.cli.progress_line import show_progress
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
 
 
 @click.command("doctor", cls=Command, epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=loadable_models)
 @json_option
 @kv_quality_option
 @click.option(

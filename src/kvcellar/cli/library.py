@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from kvcellar import places
+from kvcellar.cli.completion import library_models
 from kvcellar.cli.options import Command, json_option, quiet_option
 from kvcellar.cli.printing import date, table
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
@@ -98,7 +99,7 @@ def _part(name: str, text: str) -> Any:
 
 
 @click.command("show", cls=Command, epilog="Example: kvcellar show my-model --modelfile > Modelfile")
-@click.argument("name")
+@click.argument("name", shell_complete=library_models)
 @_part("modelfile", "Print a Modelfile that creates the same model from this one.")
 @_part("template", "Print its chat template.")
 @_part("system", "Print SYSTEM.")
@@ -180,7 +181,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 @click.command("cp", cls=Command, epilog="Example: kvcellar cp my-model my-model:before")
-@click.argument("source")
+@click.argument("source", shell_complete=library_models)
 @click.argument("target")
 def cp_command(source: str, target: str) -> None:
     """Create or replace model TARGET as a copy of SOURCE. Its files are not copied."""
@@ -189,7 +190,7 @@ def cp_command(source: str, target: str) -> None:
 
 
 @click.command("rm", cls=Command, epilog="Example: kvcellar rm my-model other/model:v1")
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=library_models)
 def rm_command(names: tuple[str, ...]) -> None:
     """Remove models from the library, with the files that no other model has.
 

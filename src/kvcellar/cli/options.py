@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from kvcellar.errors import BadRequest
+from kvcellar.cli.config import OF_ENGINE, defaults
+from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound
 from kvcellar.sampling_params import PARAMETERS, Parameter, names_in
 from kvcellar.values import Flag, Items, Kind, Pair, Pairs, Real, Whole
 
@@ -68,17 +69,25 @@ EVERYDAY = frozenset(
     {
         "as_json", "system", "images", "max_tokens", "temperature", "top_p", "seed", "stop", "json_schema",
         "store", "no_store", "store_remote", "cache_bytes", "context", "device", "weights", "threads", "draft",
-        "adapters", "pull", "quiet", "_click_default_help", "help_all", "host", "port", "api_key_file",
+        "adapters", "pull", "quiet", "_click_default_help", "help_all", "config", "host", "port", "api_key_file",
         "admin_key_file", "allow_open", "inspector", "memory", "max_models", "log_format", "replicas",
         "gateways",
     }
 )  # fmt: skip
-_OF_ENGINE = frozenset(
-    {
-        "adapters", "attention", "cache_bytes", "context", "device", "draft", "draft_bytes", "draft_depth", "dtype",
-        "kv_dtype", "max_models", "max_sequences", "memory", "record", "step_tokens", "threads", "weights",
-    }
-)  # fmt: skip
+OF_OTHERS = {  # what to use in place of options that other servers have
+    "--served-model-name": "A model has the name of its directory; `kvcellar create NAME` gives it one in the library",
+    **dict.fromkeys(("--model", "-m", "--model-path", "--hf-repo"), "MODEL needs no option: `kvcellar serve MODEL`"),
+    **dict.fromkeys(("--max-model-len", "--ctx-size", "-c", "--context-length"), "Use --context"),
+    **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), "Use --memory or --cache-bytes"),
+    **dict.fromkeys(("--max-num-seqs", "--parallel", "--max-running-requests"), "Use --max-sequences"),
+    **dict.fromkeys(("--max-num-batched-tokens", "--batch-size", "--chunked-prefill-size"), "Use --step-tokens"),
+    **dict.fromkeys(("--kv-cache-dtype", "--cache-type-k", "--cache-type-v"), "Use --kv-dtype"),
+    **dict.fromkeys(("--model-draft", "--speculative-config"), "Use --draft"),
+    **dict.fromkeys(("--lora", "--lora-modules", "--lora-paths"), "Use --adapter NAME=PATH"),
+    "--quantization": "Use --weights",
+    "--api-key": "Other users can read command lines: use --api-key-file, or $KVCELLAR_API_KEY",
+}
+_NAME = re.compile(r"\b[a-z]+_[a-z_]+\b")  # of a setting in a message
 ALL = "kvcellar.help_all"  # in the context of a command: whether all options are shown
 
 
@@ -89,18 +98,41 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
+def _read_config(ctx: click.Context, _: click.Parameter, file: Path | None) -> None:
+    if not ctx.resilient_parsing:
+        ctx.default_map = defaults(ctx, file)
+
+
+config_option = click.Option(
+    ["--config"],
+    type=FILE,
+    is_eager=True,  # before the options that it has values of
+    expose_value=False,
+    callback=_read_config,
+    help="TOML file with values of options. Default: ~/.config/kvcellar/config.toml, if it is there.",
+)
 help_all = click.Option(
     ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Show all options."
 )
 
 
 class Command(click.Command):
-    """Reports a `BadRequest` that was raised for the value of an option as an error of that option. Shows options in
-    groups: where there are many, those that are used every day, and with `--help-all` the others, too."""
+    """Reports a `BadRequest` that was raised for the value of an option as an error of that option; messages have names
+    of options in place of those of settings. Shows options in
+    groups: where there are many, those that are used every day, and with `--help-all` the others, too. Options that the
+    command line does not have are read from a file."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
-        return [*params, help_all] if len(params) > MANY else params
+        return [*params[:-1], config_option, *([help_all] if len(params) > MANY else []), params[-1]]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if (ours := OF_OTHERS.get(error.option_name)) is None:
+                raise
+            raise click.UsageError(f"No such option '{error.option_name}'. {ours}.", ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = self.get_params(ctx)
@@ -124,11 +156,34 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BadRequest as error:
-            for param in self.params:
-                if isinstance(param, click.Option) and param.name == error.param:
-                    raise click.BadParameter(str(error), ctx, param) from error
-            raise
+        except KvcellarError as error:
+            options = {str(one.name): one for one in self.params if isinstance(one, click.Option)}
+            param = options.pop(str(error.param), None) if isinstance(error, BadRequest) else None
+            message = _NAME.sub(lambda name: options[name[0]].opts[0] if name[0] in options else name[0], str(error))
+            if isinstance(error, ModelNotFound):
+                message += _taken_as_model(ctx, message)
+            if param is None:
+                error.args = (message,)
+                raise
+            if ctx.get_parameter_source(str(param.name)) is click.ParameterSource.DEFAULT_MAP:
+                message += " (from the config file)"
+            raise click.BadParameter(message, ctx, param) from error
+
+
+def _taken_as_model(ctx: click.Context, message: str) -> str:
+    """More of a message on a model that is not there, if the command line names it."""
+    for model in ctx.params.get("models") or [ctx.params.get("model")]:
+        if model is not None and repr(model) in message:
+            return f" {model!r} was taken as MODEL of `{ctx.get_usage().removeprefix('Usage: ')}`."
+    return ""
+
+
+def overruled(name: str, by: str) -> bool:
+    """Whether option `by` of the current command was given, and so that it has precedence over option `name`: what is
+    at the command line, over an environment variable, over a file."""
+    source = click.get_current_context().get_parameter_source
+    mine, other = source(name), source(by)
+    return mine is not None and other is not None and other < mine
 
 
 def _group_of(name: str) -> str:
@@ -137,7 +192,7 @@ def _group_of(name: str) -> str:
         return "What is drawn"
     if name.startswith(("store", "no_store", "host_bytes", "tenant_share", "kv_events")):
         return "What is kept outside of the device"
-    return "Model and memory" if name in _OF_ENGINE else "Options"
+    return "Model and memory" if name in OF_ENGINE else "Options"
 
 
 def together(*options: Decorator) -> Decorator:
@@ -152,8 +207,8 @@ def together(*options: Decorator) -> Decorator:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-# Without a terminal, progress and timings are never printed.
-quiet_option = click.option("--quiet", is_flag=True, help="At a terminal, print neither progress nor timings.")
+# Without a terminal, timings are never printed.
+quiet_option = click.option("--quiet", is_flag=True, help="Print neither progress nor timings.")
 
 
 def _by_name(ctx: click.Context, _: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> Any:

@@ -1,16 +1,22 @@
-"""progress_line: one line on stderr with the stage of loading a model, if stderr is a terminal."""
+"""progress_line: shows on stderr what is being done: at a terminal in one line with a bar; elsewhere, as in the log of
+a service, in a line for each stage that takes seconds."""
 
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 
+import click
 from tqdm import tqdm
 
-from kvcellar.progress import Listener, Progress, listening
+from kvcellar.progress import Listener, Progress, listening, report, rounded
 
 WITH_BAR = "{desc} {percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt}"
 OF_BYTES = "{desc} {percentage:3.0f}%|{bar:10}| {n_fmt}B/{total_fmt}B, {rate_fmt}"
+APART = 2.0  # seconds to the first line and between two of them, without a terminal
+AGAIN = 30.0  # seconds after which a stage that goes on is written again
 
 
 class _Bar(tqdm):
@@ -51,6 +57,40 @@ class ProgressLine:
             self._bar = None
 
 
+class ProgressLog:
+    """Without a terminal. A thread writes the lines, because a stage is reported when it begins: what is short writes
+    none."""
+
+    def __init__(self) -> None:
+        self._stage = Progress("")
+        self._ended = Event()
+        self._thread = Thread(target=self._work, name="kvcellar-progress", daemon=True)
+        self._thread.start()
+
+    def show(self, progress: Progress) -> None:
+        self._stage = progress
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        written, at = "", 0.0
+        while not self._ended.wait(APART):
+            now = self._stage
+            if now.stage and (now.stage != written or time.monotonic() - at >= AGAIN):
+                written, at = now.stage, time.monotonic()
+                with suppress(OSError, ValueError):  # stderr is closed
+                    click.echo(f"{now.stage}{_counted(now)} ...", err=True)
+
+
+def _counted(progress: Progress) -> str:
+    if not progress.total:
+        return ""
+    done, total = (rounded(one) if progress.unit else one for one in (progress.done, progress.total))
+    return f" ({done} of {total})"
+
+
 def _columns() -> int:
     """Columns of the terminal; 80 if unknown."""
     try:
@@ -60,15 +100,23 @@ def _columns() -> int:
 
 
 @contextmanager
-def show_progress(*, quiet: bool) -> Iterator[Listener | None]:
-    """Within the block, show progress reports if stderr is a terminal and not `quiet`. Erases the line at the end.
-    Yields what shows a report, for those of other threads."""
-    if quiet or not sys.stderr.isatty():
+def working(stage: str) -> Iterator[None]:
+    """Within the block, show one stage."""
+    with show_progress():
+        report(stage)
+        yield
+
+
+@contextmanager
+def show_progress(*, quiet: bool = False, prints: bool = False) -> Iterator[Listener | None]:
+    """Within the block, show progress reports, unless `quiet`; in lines, where the block `prints`. Yields what shows a
+    report, for those of other threads."""
+    if quiet:
         yield None
         return
-    line = ProgressLine()
+    shown = ProgressLine() if sys.stderr.isatty() and not prints else ProgressLog()
     try:
-        with listening(line.show):
-            yield line.show
+        with listening(shown.show):
+            yield shown.show
     finally:
-        line.close()
+        shown.close()

@@ -12,6 +12,8 @@ import click
 from kvcellar import progress
 from kvcellar.cli.options import Command, json_option, quiet_option
 from kvcellar.cli.progress_line import show_progress
+from kvcellar.engine.load.in_library import located
+from kvcellar.engine.models.weights.find import find, locate
 from kvcellar.errors import BadRequest, ModelNotFound
 from kvcellar.library.library import Library
 from kvcellar.library.names import RESERVED
@@ -48,8 +50,8 @@ def download_missing(model: str | None, draft: str | None, *, pull: bool, quiet:
     """Download a model, and one that drafts for it, if they are not on this machine and either `pull` is set or the
     user at the terminal agrees.
 
-    Else nothing happens: loading it raises the error that names `kvcellar pull`. A draft without an owner is no name on
-    a hub, but one like `ngram`.
+    Else raises `ModelNotFound`, which names `kvcellar pull`, before torch is imported. A draft without an owner is no
+    name on a hub, but one like `ngram`, and is looked for when it is loaded.
     """
     for name in (model, draft if draft is not None and "/" in draft else None):
         if name is None or not _is_missing(name):
@@ -61,6 +63,8 @@ def download_missing(model: str | None, draft: str | None, *, pull: bool, quiet:
 
             if click.confirm(f"{name} is not on this machine. Look it up at {constants.ENDPOINT}?", err=True):
                 download(name, quiet=quiet, confirm=True)
+    if model is not None:
+        locate(located(model))
 
 
 def _described(available: "Available") -> str:
@@ -72,8 +76,6 @@ def _described(available: "Available") -> str:
 
 def _is_missing(model: str) -> bool:
     """Whether this is a name that could be downloaded, and nothing on this machine has it."""
-    from kvcellar.engine.models.weights.find import find
-
     if model in RESERVED:
         return False
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from kvcellar.cli.chat import Chat, PromptFormat
+from kvcellar.cli.completion import loadable_models
 from kvcellar.cli.options import (
     FILE,
     Command,
@@ -89,7 +90,7 @@ constraint_options = together(
 
 
 @click.command("run", cls=Command, epilog="Example: echo 'def main():' | kvcellar run --max-tokens 40")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=loadable_models)
 @click.argument("prompt", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, ids, usage and timings.")
 @click.option("--logprobs", type=int, help="With --json: log-probabilities, also of this many most likely tokens.")
@@ -133,7 +134,9 @@ def command(
     if prompt is None and not interactive:
         prompt = _read_pipe()
     if prompt == "":
-        raise click.UsageError("there is no prompt: give one as an argument, pipe one in, or use a terminal")
+        taken = "" if model is None else f"{model!r} was taken as MODEL, and "
+        after = "give one behind MODEL (`embedded` is the embedded model)"
+        raise click.UsageError(f"{taken}there is no prompt: {after}, pipe one in, or use a terminal")
     options["no_store"] |= not interactive and options["store"] is None
     stored(options)
     form = PromptFormat(ids)

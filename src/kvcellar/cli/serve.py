@@ -16,11 +16,11 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from kvcellar.cli.hosting import Hosting, hosting
+from kvcellar.cli.completion import loadable_models
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
 from kvcellar.cli.options import FILE, SIZE, Command, Written, adapter_option, quiet_option, together
 from kvcellar.cli.pull import download_missing, pull_option
@@ -31,16 +31,15 @@ from kvcellar.collector import settle
 from kvcellar.durations import seconds_of
 from kvcellar.engine.load.settings import Settings
 from kvcellar.errors import BadRequest, KvcellarError, shown
-from kvcellar.frontend.engine import Engine
-from kvcellar.inspector.routes import PAGE, inspector
-from kvcellar.library.tools import Tools
 from kvcellar.progress import rounded
 from kvcellar.serve.http.key_ring import Keys, Names
 from kvcellar.serve.http.keys import permission_warning, read_keys, text_of
-from kvcellar.serve.http.server import SHUTDOWN_SECONDS, bind, run
-from kvcellar.serve.http.traces import open_traces, wanted
-from kvcellar.serve.models.model_manager import ModelManager
 from kvcellar.serve.settings import ServeSettings
+
+if TYPE_CHECKING:  # the server is imported when it is needed, so that help and completion are fast
+    from kvcellar.cli.hosting import Hosting
+    from kvcellar.frontend.engine import Engine
+    from kvcellar.serve.models.model_manager import ModelManager
 
 MOST_BYTES = 64 * 2**20  # of a file
 
@@ -62,7 +61,9 @@ def read_pinned(file: Path) -> list[Line]:
     ]
 
 
-def pin_all(engine: Engine, lines: list[Line], adapter: str | None, going_on: Callable[[], None] = lambda: None) -> str:
+def pin_all(
+    engine: "Engine", lines: list[Line], adapter: str | None, going_on: Callable[[], None] = lambda: None
+) -> str:
     """Pin the prompts, for requests with an adapter; returns what that has taken, in words. Raises `BadRequest` with
     the place. `going_on` is called before each, and may raise."""
     tokens = found = 0
@@ -111,9 +112,11 @@ SHOWN = 8  # names of keys of one kind
 
 
 def show_banner(
-    announce: Callable[[str], object], host: ModelManager, settings: ServeSettings, keys: Keys, url: str
+    announce: Callable[[str], object], host: "ModelManager", settings: ServeSettings, keys: Keys, url: str
 ) -> None:
     """Announce each line. `url` is that of the server, without a path."""
+    from kvcellar.inspector.routes import PAGE
+
     announce(f"Serving {', '.join(host.names)} at {url}/v1")
     announce("; ".join(f"{name}: {url}{path}" for name, path in APIS.items()))
     if settings.chat_page:
@@ -182,7 +185,7 @@ http_options = together(
 
 
 @click.command("serve", cls=Command, epilog="Example: kvcellar serve ./my-model --port 8080 --api-key-file keys.txt")
-@click.argument("models", metavar="[MODEL]...", nargs=-1)
+@click.argument("models", metavar="[MODEL]...", nargs=-1, shell_complete=loadable_models)
 @http_options
 @click.option(
     "--traces/--no-traces",
@@ -252,6 +255,12 @@ def command(
     code 0; or 1 if the engine's current step takes longer than that. A second signal ends the process at once, with
     exit code 128 plus the number of the signal.
     """
+    from kvcellar.cli.hosting import hosting
+    from kvcellar.engine.models.weights.create_tools import CreateTools
+    from kvcellar.inspector.routes import inspector
+    from kvcellar.serve.http.server import SHUTDOWN_SECONDS, bind, run
+    from kvcellar.serve.http.traces import open_traces, wanted
+
     sys.setswitchinterval(SWITCH)
     stored(options)
     server_options = {name: options.pop(name) for name in SERVER_OPTIONS}
@@ -276,7 +285,7 @@ def command(
                 hosted.host,
                 settings,
                 library=hosted.library,
-                tools=create_tools,
+                tools=partial(CreateTools, measure=False),  # models beside those of the host would exceed --memory
                 mount=inspector,
                 listener=listener,
                 read_keys=partial(read_again, *files) if any(files) else None,
@@ -287,14 +296,7 @@ def command(
             )
 
 
-def create_tools() -> Tools:
-    """What makes models from files, which imports torch: when the first one is created."""
-    from kvcellar.engine.models.weights.create_tools import CreateTools
-
-    return CreateTools(measure=False)  # models beside those of the host would exceed --memory
-
-
-def load(hosted: Hosting, pinned: list[Line], announce: Callable[[str], object]) -> None:
+def load(hosted: "Hosting", pinned: list[Line], announce: Callable[[str], object]) -> None:
     """Load the models of the command line, and pin prompts of the first one."""
     hosted.load()
     for engine in hosted.engines:

@@ -1,16 +1,19 @@
 """setting_options: options of subcommands that are made of the settings of engines and servers."""
 
 from dataclasses import Field, fields
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import click
 
+from kvcellar.cli.completion import drafts, values
 from kvcellar.cli.options import SIZE, Decorator, together
 from kvcellar.comments import Comments
 from kvcellar.engine.load.settings import Settings
+from kvcellar.memory.shapes import Kind
 from kvcellar.progress import rounded
 
 COMMENTS = Comments()
+VALUES = {"device": ("auto", "cpu", "cuda"), "kv_dtype": get_args(Kind)}  # which shells complete
 
 
 def setting_options(of: type[Any], *names: str, **spelt: str) -> Decorator:
@@ -31,6 +34,9 @@ def _setting_option(one: Field[Any], flag: str, comment: str) -> Decorator:
         how, shown = {"is_flag": True}, False
     elif one.type == tuple[str, ...]:
         how, comment = {"multiple": True}, f"{comment}. May be repeated"
+    literals = [kind for kind in (one.type, *get_args(one.type)) if get_origin(kind) is Literal]
+    if known := VALUES.get(one.name) or next(map(get_args, literals), ()):
+        how["shell_complete"] = values(*known)
     about = comment.replace("; None: ", ". Default: ").replace("`", "")
     text = f"{about[0].upper()}{about[1:]}."
     return click.option(flag, one.name, **how, default=default, show_default=shown, help=text)
@@ -46,6 +52,7 @@ engine_options = together(
     setting_options(Settings, "cache_bytes", "kv_dtype", "context", "max_sequences", "step_tokens"),
     click.option(
         "--draft",
+        shell_complete=drafts,
         help="Drafts of the next tokens: ngram, mtp, or a directory or name of a smaller model, or embedded.",
     ),
     setting_options(Settings, "draft_depth", "draft_bytes"),

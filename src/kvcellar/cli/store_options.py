@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvcellar.cli.options import FILE, STORE_KEY, together
+from kvcellar.cli.options import FILE, STORE_KEY, overruled, together
 from kvcellar.cli.setting_options import setting_options
 from kvcellar.engine.load.settings import KEY_BYTES, Settings, key_in, store_directory
 from kvcellar.places import NoPlace
@@ -48,7 +48,7 @@ def stored(options: dict[str, Any]) -> None:
 
 def placed(options: dict[str, Any]) -> None:
     """Put the directory of the store in the place of its options."""
-    no_store = options.pop("no_store")
+    no_store = options.pop("no_store") and not overruled("no_store", by="store")
     options["store"] = None if no_store else options["store"] or _directory()
 
 

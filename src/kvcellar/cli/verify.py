@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcellar import progress
+from kvcellar.cli.completion import loadable_models
 from kvcellar.cli.options import Command, given, json_option, kv_quality_option, quiet_option
 from kvcellar.cli.printing import kv_quality_lines, table
 from kvcellar.cli.progress_line import show_progress
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
 
 
 @click.command("verify", cls=Command, epilog="Example: kvcellar verify ./my-model --dtype float32")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=loadable_models)
 @json_option
 @click.option("--tokens", type=int, default=512, show_default=True, help="Most tokens of a text.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the texts.")

@@ -232,6 +232,7 @@ class _Creation:
 
     def _check(self, target: "_Directory", draft: "_Directory | None", library: Path) -> None:
         """Raise `ModelRefused` for what cannot be loaded or does not fit, before anything is copied."""
+        report("checking files")
         if target.part is None:
             with _fitting(self._from):
                 _check_links(target.path, model_files(target.path), library)

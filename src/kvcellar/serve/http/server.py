@@ -335,5 +335,5 @@ def _cannot_listen(listener: socket.socket, settings: ServeSettings, error: OSEr
     listener.close()
     where = f"cannot listen on {settings.host}, port {settings.port}: {error.strerror}."
     if error.errno == errno.EADDRNOTAVAIL:
-        return BadRequest(f"{where} Choose an address of this machine with host.", "host")
-    return BadRequest(f"{where} Choose another with port.", "port")
+        return BadRequest(f"{where} Choose an address of this machine.", "host")
+    return BadRequest(f"{where} Choose another port.", "port")

@@ -422,6 +422,7 @@ class ModelManager:
                 f"the model {spec.name} needs {need} bytes, and this server has "
                 f"{self.limits.max_bytes} bytes for at most {self.limits.max_models} models{taken}",
                 "model",
+                hint="A larger --memory or --max-models of `kvcellar serve` allows more",
             )
 
     def _has_room(self, spec: ModelSpec, jobs: list[Job]) -> bool:

@@ -1,24 +1,21 @@
 """create_tools: what making a model of the library needs of the code that loads models: conversion and checks.
 
-The checks read configs, headers of weights files and tokenizers, and no weights.
+The checks read configs, headers of weights files and tokenizers, and no weights. What imports torch is imported where
+it is used: a Modelfile with a mistake is refused before.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcellar.engine.models import embedded
-from kvcellar.engine.models.adapters.adapters import check_adapter
-from kvcellar.engine.models.gguf.gguf_import import import_gguf
-from kvcellar.engine.models.heads.assistant_head import ASSISTANTS, check_assistant
-from kvcellar.engine.models.heads.draft_fit import draft_fit
-from kvcellar.engine.models.heads.heads import kind_of
-from kvcellar.engine.models.load import Loaded, load
-from kvcellar.engine.models.quantize.directory import quantize_directory
 from kvcellar.engine.models.quantize.kinds import GPTQ, canonical_kind
 from kvcellar.engine.models.weights.find import cached
 from kvcellar.errors import ModelRefused
+
+if TYPE_CHECKING:
+    from kvcellar.engine.models.load import Loaded
 
 
 class CreateTools:
@@ -38,9 +35,13 @@ class CreateTools:
         return canonical_kind(text)
 
     def gguf(self, file: Path, into: Path, *, codes: bool) -> None:
+        from kvcellar.engine.models.gguf.gguf_import import import_gguf
+
         import_gguf(file, into, codes=codes)
 
     def quantize(self, source: Path, into: Path, kind: str, *, draft: bool) -> Mapping[str, Any]:
+        from kvcellar.engine.models.quantize.directory import quantize_directory
+
         if draft or not self._calibrate:
             return quantize_directory(source, into, kind, draft=draft, measure=self._measure)
         return quantize_directory(source, into, kind, method=GPTQ, calibrate=self._text, measure=self._measure)
@@ -49,6 +50,10 @@ class CreateTools:
         _described(directory)
 
     def check_draft(self, directory: Path, draft: Path) -> None:
+        from kvcellar.engine.models.heads.assistant_head import ASSISTANTS, check_assistant
+        from kvcellar.engine.models.heads.draft_fit import draft_fit
+        from kvcellar.engine.models.heads.heads import kind_of
+
         kind, why = kind_of(draft)
         if why is not None:
             raise ModelRefused(f"it cannot draft: it is {why}")
@@ -59,9 +64,13 @@ class CreateTools:
             draft_fit(target, replace(_described(draft), name="it")).require()
 
     def check_adapter(self, directory: Path, adapter: Path) -> None:
+        from kvcellar.engine.models.adapters.adapters import check_adapter
+
         check_adapter(directory, adapter)
 
 
-def _described(directory: Path) -> Loaded:
+def _described(directory: Path) -> "Loaded":
     """The model of a directory, whose network has shapes and no weights."""
+    from kvcellar.engine.models.load import load
+
     return load(directory, device="cpu", check=lambda _: False)

@@ -11,6 +11,9 @@ network, since layers only see keys and values.
 On the network are two hooks and a `generate` of its own, all of them functions without state: they do nothing where no
 `MemoryCache` is passed, and a copy of the network has them, too, without sharing anything with this one.
 
+With a store, what is kept is written to a directory, and what memory lacks is read back, by the tiers of the engine; a
+call waits for what it reads.
+
 Always true between two calls:
   * the memory has no sequences, only what the prefix tree holds;
   * what the tree has was computed by the present weights, as far as torch counts their changes.
@@ -19,8 +22,11 @@ Always true between two calls:
 import copy
 import functools
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from types import MethodType
 from typing import Any, Self
 
@@ -43,9 +49,11 @@ from kvcellar.memory.prefix.why import ReadBack
 from kvcellar.memory.prefix_cache import PrefixCache
 from kvcellar.memory.prefixes import Prefix
 from kvcellar.memory.spans import Span
+from kvcellar.memory.store import Store
 
 STEP = 512  # tokens that are written to memory at once
 ATTACHED = "_kvcellar_attached"  # an attribute: the id of the model that has a memory
+LOOK = 0.1  # seconds between two looks at what is being read back, if nothing is reported
 BEHIND = -1  # stands for a token behind a text, since the last token of a key is never restored
 _GIVEN = frozenset(  # what may be a tensor, or have a length
     {
@@ -263,9 +271,14 @@ class MemoryCache(DynamicCache):
 class Attached:
     """A memory beside `model`, made by `kvcellar.attach`. Not to be used by two threads at once."""
 
-    def __init__(self, model: PreTrainedModel, kept: Kept, memory: Memory) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kept: Kept, memory: Memory, open_store: Callable[..., Store | None] | None
+    ) -> None:
+        """`open_store` is an `OpenStore` that is given a `post`, for the weights as they are when it is called."""
         self.model, self.kept, self.memory = model, kept, memory
-        self.prefixes = PrefixCache(memory, in_parts=False)
+        self._posted = SimpleQueue[Callable[[], None]]()  # what the threads of the store have for this one
+        self._open_store = partial(open_store, post=self._posted.put) if open_store is not None else None
+        self._begin()
         accepts = inspect.signature(model.forward).parameters
         self._accepts, self._names = frozenset(accepts), tuple(accepts)
         self.counts = "position_ids" in accepts  # else its positions follow from the mask, or it has none
@@ -292,13 +305,17 @@ class Attached:
         return cache
 
     def clear(self) -> None:
-        """Forget everything: after a change of weights by `.data`, which torch does not count."""
-        self.prefixes.reset()
+        """Forget everything: after a change of weights by `.data`, which torch does not count. What a store has is read
+        if the weights are those it was computed with."""
+        self._close()
+        self._begin()
 
     def detach(self) -> None:
-        """Make the model what it was. Caches of this memory are of no use then."""
+        """Make the model what it was, and write to the store what is not written yet, in two seconds at most. Caches of
+        this memory are of no use then."""
         _strip(self.model)
-        self.prefixes.reset()
+        self._open_store = None
+        self.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -310,6 +327,46 @@ class Attached:
         """Assert what is always true between two calls."""
         self.prefixes.check(())
         assert not self.memory.sequences, "a sequence is left"
+
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """With an empty tree."""
+        self.memory.claims.clear()
+        self.prefixes = PrefixCache(self.memory, in_parts=False, open_store=self._open_store)
+
+    def _close(self) -> None:
+        if (store := self.prefixes.store) is not None:
+            while (pause := store.flush()) is not None:
+                time.sleep(pause)
+            store.stop()
+            store.close()
+
+    def _read_back(self, namespace: str, keys: Sequence[bytes]) -> list[ReadBack]:
+        """Wait until memory has what the store has of these texts, or cannot be had."""
+        rows = {(row, 0): key for row, key in enumerate(keys)}
+        try:
+            for row, key in rows.items():
+                self.prefixes.prefetch(row, namespace, partial(bytes, key))
+            for row, key in rows.items():
+                while self.prefixes.reads_back(row, partial(bytes, key), enters=True):
+                    assert self.prefixes.store is not None
+                    with suppress(Empty):
+                        self._posted.get(timeout=min(LOOK, self.prefixes.store.restores.look_again() or LOOK))()
+                    self.prefixes.store.restores.go_on()
+            return [self.prefixes.was_read(row) for row in rows]
+        finally:
+            for row in rows:
+                self.prefixes.cancel(row)
+
+    def _write(self) -> None:
+        """Read out of memory what the store is to have, as far as there is staging memory: its threads write it."""
+        if (store := self.prefixes.store) is not None:
+            with suppress(Empty):
+                while True:
+                    self._posted.get_nowait()()
+            while store.pump():
+                pass
 
     # -- for caches ---------------------------------------------------------------------------------------------
 
@@ -370,6 +427,7 @@ class Attached:
         keys = [key_of(text) for text in texts]
         end, before = len(texts[0]) + starts[0] - 1, -1
         end = end if end < self._context else 0
+        reads = self._read_back(namespace, keys)
         while max(starts) < end != before:  # until all rows can be resumed in the same column
             before, found = (
                 end,
@@ -388,7 +446,10 @@ class Attached:
                 self.prefixes.prefixes.use(places[-1])
             if end:
                 fill(layers, self.memory, [place.seq for place in places], starts, end)
-            recalls = tuple(self.prefixes.prefixes.explain(one, read=ReadBack(), owner="") for one in places)
+            recalls = tuple(
+                self.prefixes.prefixes.explain(one, read=read, owner="")
+                for one, read in zip(places, reads, strict=True)
+            )
         finally:
             for place in places:
                 self.prefixes.end(place, (), keep=False)
@@ -414,6 +475,7 @@ class Attached:
                 complete = True
         finally:
             self.prefixes.end(place, text, keep=complete)
+        self._write()
         return n - place.restored if complete else 0
 
     def _make_room(self, tokens: int) -> None:
@@ -427,15 +489,18 @@ class Attached:
 
     def _versions(self) -> int:
         """Changes with each update of a weight that torch counts, and where autocast computes in another type."""
-        device = self.model.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         weights = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters())
-        return hash((weights, autocast))
+        return hash((weights, autocast_of(self.model.device)))
 
     def _follow_weights(self) -> None:
         if (now := self._versions()) != self._weights:
             self._weights = now
-            self.prefixes.reset()
+            self.clear()
+
+
+def autocast_of(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in there, if it is on."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def check_attachable(model: Any) -> None:

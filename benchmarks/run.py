@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import (
     against,
+    attached,
     attention,
     bookkeeping,
     checkpoints,
@@ -51,6 +52,7 @@ from kvcellar.engine.load.settings import RECORD
 
 ROWS: Mapping[str, Row] = MappingProxyType(
     {
+        "attached": attached.row,
         "attention": attention.row,
         "bookkeeping": bookkeeping.row,
         "checkpoints": checkpoints.row,

@@ -81,11 +81,12 @@ class MemoryCache(DynamicCache):
 
     def _empty(self) -> None:
         self._log: list[Columns] = []
+        self._real: Tensor | None = None  # [B,columns]: all flags of the log
         self._columns = self._kept = 0
         self._prompt = 0  # columns of the prompt of which a part was read
         self._running = False  # a forward has begun, and not ended
         self._parts: set[int] = set()  # columns where later prompts may part from this one
-        self._weights = self.owner._versions()
+        self._weights: int | None = None  # those of the first forward, or of what was read
 
     # -- called by transformers ---------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class MemoryCache(DynamicCache):
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]  # any tensor of integers
         if self._log:
             ids, real, places = (x.index_select(0, beam_idx.to(x.device)) for x in self._all())
-            self._log, self._kept = [(ids, real, places)], 0
+            self._log, self._real, self._kept = [(ids, real, places)], real, 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(torch.as_tensor(indices))
@@ -118,7 +119,7 @@ class MemoryCache(DynamicCache):
         super().crop(tokens_to_remove)
         if tokens_to_remove and self._log:
             ids, real, places = (x[:, :tokens_to_remove] for x in self._all())
-            self._log, self._columns = [(ids, real, places)], ids.shape[1]
+            self._log, self._real, self._columns = [(ids, real, places)], real, ids.shape[1]
             self._kept = min(self._kept, self._columns)
 
     def reset(self) -> None:
@@ -137,6 +138,7 @@ class MemoryCache(DynamicCache):
         twin = MemoryCache(self.owner, self.namespace)
         twin.layers, twin._log, twin._columns = copy.deepcopy(self.layers), list(self._log), self._columns
         twin._kept, twin._prompt, twin.recalls = self._kept, self._prompt, self.recalls
+        twin._real, twin._weights = self._real, self._weights
         return twin
 
     # -- called by hooks ----------------------------------------------------------------------------------------
@@ -159,6 +161,8 @@ class MemoryCache(DynamicCache):
                     given[name] = given[name][..., self._columns :]
         if self._columns and not self.owner.kept.groups:
             given["attention_mask"] = None  # it is for the columns, of which these layers have none
+        if self._weights is None:
+            self._weights = self.owner._versions()
         self._prompt, self._running = 0, True
         return (), given
 
@@ -172,19 +176,21 @@ class MemoryCache(DynamicCache):
         hidden = mask is not None and self._hides(mask)
         if hidden or real.dim() != 2 or places.dim() != 2:  # it is not known what was seen: no row of it is kept
             real = places = torch.zeros_like(ids)
+        real = real.bool()
         self._log.append((ids, real, places.expand(ids.shape)))
+        self._real = real if self._real is None else torch.cat([self._real, real], 1)
         self._columns += ids.shape[1]
         self._running = False
 
     def _hides(self, mask: Tensor) -> bool:
         """Whether a mask of all columns hides some of those before, or shows padding."""
-        if not self._columns or mask.dim() != 2 or mask.shape[1] <= self._columns:
+        if self._real is None or mask.dim() != 2 or mask.shape[1] <= self._columns:
             return False
-        return not bool((mask[:, : self._columns].bool() == self._all()[1]).all())
+        return not torch.equal(mask[:, : self._columns].bool(), self._real)
 
     def _all(self) -> Columns:
         ids, real, places = (torch.cat(parts, 1) for parts in zip(*self._log, strict=True))
-        return ids, real.bool(), places
+        return ids, real, places
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -198,7 +204,7 @@ class MemoryCache(DynamicCache):
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
         if real.shape != ids.shape:
             return  # the rest of a text of which the cache has the beginning
-        if self._columns and (self._weights != self.owner._versions() or not self._begins(ids, real)):
+        if self._columns and (self._weights != self.owner._follow_weights() or not self._begins(ids, real)):
             self.keep()
             self.reset()
         which, length = list(range(len(ids))), ids.shape[1]
@@ -232,9 +238,10 @@ class MemoryCache(DynamicCache):
 
     def _read(self, ids: Tensor, real: Tensor, starts: Sequence[int]) -> None:
         texts = [row[start:] for row, start in zip(ids.tolist(), starts, strict=True)]
+        self._weights = self.owner._follow_weights()
         end, self.recalls, self._parts = self.owner._read(self.layers, texts, starts, self.namespace)
         if end:
-            self._log = [(ids[:, :end], real[:, :end], _places(real)[:, :end])]
+            self._log, self._real = [(ids[:, :end], real[:, :end], _places(real)[:, :end])], real[:, :end]
             self._columns = self._kept = end
 
     def _ends(self, length: int, starts: Sequence[int], shared: bool) -> list[int]:
@@ -253,8 +260,9 @@ class MemoryCache(DynamicCache):
     def keep(self) -> int:
         """Give memory what was computed since the last time; returns the tokens that it did not have. Nothing is given
         of a forward that failed, of rows with holes or positions that are not those of a text, and of other weights."""
-        changed = self._running or self._weights != self.owner._versions()
-        if changed or self._columns == self._kept or lengths(self.layers) - {self._columns}:
+        if self._running or self._columns == self._kept or lengths(self.layers) - {self._columns}:
+            return 0
+        if self._weights != self.owner._follow_weights():
             return 0
         ids, real, places = (x.cpu() for x in self._all())
         new = 0
@@ -423,7 +431,6 @@ class Attached:
     ) -> tuple[int, tuple[Recall, ...], set[int]]:
         """Fill layers with the longest beginning that memory has of all rows of a batch. Returns the columns; why they
         are not more, for each row; and the columns where prompts part from what is known, or others like them have."""
-        self._follow_weights()
         keys = [key_of(text) for text in texts]
         end, before = len(texts[0]) + starts[0] - 1, -1
         end = end if end < self._context else 0
@@ -462,7 +469,6 @@ class Attached:
         n = len(text)
         if n > self._context:
             return 0
-        self._follow_weights()
         place, complete = self.prefixes.restore(namespace, key_of([*text, BEHIND]), most=n), False
         try:
             with suppress(CacheFull):
@@ -492,10 +498,12 @@ class Attached:
         weights = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters())
         return hash((weights, autocast_of(self.model.device)))
 
-    def _follow_weights(self) -> None:
+    def _follow_weights(self) -> int:
+        """The present weights; what was computed by others is forgotten."""
         if (now := self._versions()) != self._weights:
             self._weights = now
             self.clear()
+        return now
 
 
 def autocast_of(device: torch.device) -> torch.dtype | None:

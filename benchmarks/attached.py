@@ -22,7 +22,7 @@ from kvcellar.bench.network import TINY, Size
 from kvcellar.engine.load.attach import attach
 from kvcellar.engine.models.attached import Attached
 
-LLAMA = Size(512, 8, 8, 4, 64, 1536, 512, 4096)
+LLAMA = Size(1024, 8, 16, 8, 64, 3072, 4096, 4096)  # 95 million parameters
 LENGTHS = (128, 512)  # tokens of a prompt
 NEW = 16  # tokens of a completion
 MORE = 32  # tokens of the next turn
@@ -31,9 +31,9 @@ MAX_ATTACHED = 1.0
 
 
 def row(given: Given) -> Lines:
-    size = {"hidden": 64, "layers": 4, "head": 16} if given.quick else {"hidden": 512, "layers": 8, "head": 64}
+    size = {"hidden": 64, "layers": 4, "head": 16} if given.quick else {"hidden": 1024, "layers": 8, "head": 64}
     networks = {"llama": (TINY if given.quick else LLAMA).config(), "lfm2": hybrid("lfm2", **size)}
-    lengths, rounds = ((24,), 1) if given.quick else (LENGTHS, 15)
+    lengths, rounds = ((24,), 1) if given.quick else (LENGTHS, 8)
     found: dict[str, dict[str, dict[int, float]]] = {}
     for kind, config in networks.items():
         model = hf_baseline.network(config, torch.float32)
@@ -42,7 +42,7 @@ def row(given: Given) -> Lines:
                 ratios = {length: _ratio(measure, model, memory, length, rounds) for length in lengths}
                 found.setdefault(kind, {})[what] = ratios
                 shown = ", ".join(f"{ratio:.2f}x of {length} tokens" for length, ratio in ratios.items())
-                yield f"attached      {shown}: {what}, {kind}"
+                yield f"attached      {shown}: {what}, {kind}; target {MAX_ATTACHED}x"
     return found
 
 

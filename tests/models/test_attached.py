@@ -26,6 +26,7 @@ REFUSED = {
     "minimax-m3": "MiniMaxM3", "deepseek-v4": "DeepseekV4", "minimax-01": "outside", "rwkv": "outside",
     "xlstm": "outside", "openai-gpt": "elsewhere", "recurrent-gemma": "elsewhere",
 }  # fmt: skip
+SERVED = [name for name in EVERY if name not in REFUSED and name != "phi3-longrope-crossing"]
 PROMPT = torch.arange(3, 43)[None] * 7 % 97 + 2
 HOW: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -79,7 +80,7 @@ def test_it_generates_the_same_tokens_and_reads_what_earlier_calls_computed(mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in EVERY if name not in REFUSED and name != "phi3-longrope-crossing"])
+@pytest.mark.parametrize("name", SERVED)
 def test_so_it_does_with_every_architecture(name: str) -> None:
     model = built(name)
     with kvcellar.attach(model, cache_bytes=32 << 20) as memory:
@@ -151,6 +152,17 @@ def test_a_batch_with_padding_on_the_left_gives_the_same_tokens(model: PreTraine
     alone = memory.cache()  # a row of the batch, without its padding
     assert torch.equal(generate(model, ids[1:2, 13:], alone)[:, 27:], generate(model, ids[1:2, 13:])[:, 27:])
     assert alone.recalls[0].restored == 26
+
+
+def test_a_short_row_of_which_nothing_is_known_is_computed_beside_one_that_is(model: PreTrainedModel) -> None:
+    memory = kvcellar.attach(model, cache_bytes=32 << 20)
+    generate(model, PROMPT, memory.cache())
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :30] = 0
+    ids = torch.cat([PROMPT, PROMPT.roll(7, 1)]) * mask
+    expected = generate(model, ids, attention_mask=mask)
+    assert torch.equal(generate(model, ids, memory.cache(), attention_mask=mask), expected)
+    memory.check()
 
 
 def test_a_batch_with_padding_on_the_right_gives_the_same_tokens() -> None:
@@ -435,7 +447,7 @@ def stored(model: PreTrainedModel, place: Path) -> Attached:
     return kvcellar.attach(model, cache_bytes=32 << 20, store=place, store_bytes=1 << 26)
 
 
-def test_a_later_process_reads_what_an_earlier_one_has_stored(model: PreTrainedModel, tmp_path: Path) -> None:
+def restarted(model: PreTrainedModel, tmp_path: Path) -> None:
     expected = generate(model, LONG)
     for read in (0, 129):
         with stored(copy.deepcopy(model), tmp_path) as memory:  # as loaded again: other tensors with the same content
@@ -444,9 +456,19 @@ def test_a_later_process_reads_what_an_earlier_one_has_stored(model: PreTrainedM
             assert cache.recalls[0].restored == read
             assert cache.recalls[0].sources == ((("disk", read),) if read else ())
             memory.check()
+
+
+def test_a_later_process_reads_what_an_earlier_one_has_stored(model: PreTrainedModel, tmp_path: Path) -> None:
+    restarted(model, tmp_path)
     alone = copy.deepcopy(model)
     with kvcellar.attach(alone, cache_bytes=32 << 20) as memory:
         assert memory.cache(LONG).get_seq_length() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SERVED if name != "phi3-longrope"])  # its context is shorter
+def test_so_does_one_with_every_architecture(name: str, tmp_path: Path) -> None:
+    restarted(built(name), tmp_path)
 
 
 def test_rows_of_a_batch_are_read_back_together(tmp_path: Path) -> None:

@@ -444,7 +444,8 @@ class Attached:
                 ),
             )
             end = min(found)
-        enough = max(starts) if self.kept.at_once else (len(texts[0]) + starts[0]) // 2  # else it takes longer
+        half = 0 if self.kept.at_once else (len(texts[0]) + starts[0]) // 2  # with less, reading takes longer
+        enough = max(half, *starts)
         end = end if end > enough else 0
         places: list[Prefix] = []
         try:

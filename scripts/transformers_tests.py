@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
-from transformers import AutoModelForCausalLM, GenerationMixin, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LlamaConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvcellar import Attached, attach
@@ -38,11 +38,10 @@ class Plugin:
 
     def generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-        settings = vars(kwargs.get("generation_config") or model.generation_config) | kwargs
-        settings["use_cache"] = (
-            False if settings.get("is_assistant") else settings["use_cache"]
-        )  # it rolls back its own
-        if kwargs.get(name) is None and settings["use_cache"] is not False and not settings["cache_implementation"]:
+        configs = (one for one in (*args, *kwargs.values()) if isinstance(one, GenerationConfig))
+        settings = vars(next(configs, model.generation_config)) | kwargs
+        other = settings["cache_implementation"] or settings.get("is_assistant")  # transformers makes a cache itself
+        if kwargs.get(name) is None and settings["use_cache"] is not False and not other:
             try:
                 memory = self.memories.get(model) or attach(model, cache_bytes=1 << 24)
             except KvcellarError as error:

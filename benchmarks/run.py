@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import (
     against,
+    attached,
     attention,
     bookkeeping,
     checkpoints,
@@ -52,6 +53,7 @@ from kvcellar.engine.load.settings import RECORD
 
 ROWS: Mapping[str, Row] = MappingProxyType(
     {
+        "attached": attached.row,
         "attention": attention.row,
         "bookkeeping": bookkeeping.row,
         "checkpoints": checkpoints.row,

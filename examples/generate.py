@@ -1,15 +1,18 @@
-"""`model.generate()` of transformers with K/V in kvcellar's cells. Run it: python examples/generate.py
+"""A memory under `model.generate()` of transformers. Run it: python examples/generate.py
 
 A small network with sliding and full attention completes a batch of two prompts by greedy search, continues them, and
-completes them by beam search; the tokens equal those with the cache of transformers. Its weights are random, so the
-text means nothing: replace it with a model of attention layers.
+completes them by beam search; the tokens equal those with the cache of transformers. A second memory, as after a
+restart, reads what the first has stored in a directory. Its weights are random, so the text means nothing: replace it
+with your model.
 """
+
+import tempfile
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, PreTrainedModel
 
+import kvcellar
 from kvcellar.engine.models import embedded
-from kvcellar.engine.models.generation import GenerationCache
 
 
 def network(vocabulary: int) -> PreTrainedModel:
@@ -23,30 +26,33 @@ def network(vocabulary: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def main() -> list[str]:
+def main(store: str) -> list[str]:
     """The greedy texts of both prompts."""
     tokenizer = AutoTokenizer.from_pretrained(embedded.path(), local_files_only=True, padding_side="left")
     model = network(len(tokenizer))
     batch = tokenizer(["import os\nimport", "def main():\n"], return_tensors="pt", padding=True)
-    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    cache = GenerationCache.of(model, cells=512)
-    ours = model.generate(**batch, past_key_values=cache, **how)
-    assert torch.equal(ours, model.generate(**batch, **how)), (
-        "the tokens differ from those with the cache of transformers"
-    )
-    free = min(cache.memory.free().values())
-    print(f"after greedy search: {len(cache.rows)} rows of {cache.get_seq_length()} tokens, {free} cells free")
-    more = model.generate(
-        ours, attention_mask=torch.cat([batch["attention_mask"], torch.ones(2, 12, dtype=torch.long)], 1),
-        past_key_values=cache, **how,
-    )  # fmt: skip
-    print(f"continued without computing any token again: {cache.get_seq_length()} tokens")
-    cache.reset()
-    beams = model.generate(**batch, past_key_values=cache, num_beams=3, **how)
-    print(f"beam search, whose beams share their cells: {tokenizer.decode(beams[0], skip_special_tokens=True)!r}")
+    how = {"max_new_tokens": 70, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**batch, **how)
+    with kvcellar.attach(model, cache_bytes=1 << 26, store=store) as memory:
+        texts = model.generate(**batch, past_key_values=memory.cache(), **how)
+        assert torch.equal(texts, expected), "the tokens differ from those with the cache of transformers"
+        longer = {
+            "input_ids": texts,
+            "attention_mask": torch.cat([batch["attention_mask"], torch.ones(2, 70)], 1).long(),
+        }
+        cache = memory.cache()
+        more = model.generate(**longer, past_key_values=cache, **how)
+        print("a longer prompt read", *(f"{one.restored} of {one.asked} tokens" for one in cache.recalls))
+        beams = model.generate(**batch, past_key_values=memory.cache(), num_beams=3, **how)
+        print(f"beam search: {tokenizer.decode(beams[0], skip_special_tokens=True)!r}")
+    with kvcellar.attach(model, cache_bytes=1 << 26, store=store) as memory:
+        cache = memory.cache()
+        assert torch.equal(model.generate(**longer, past_key_values=cache, **how), more)
+        print("after a restart:", *(str(one.sources) for one in cache.recalls))
     return tokenizer.batch_decode(more, skip_special_tokens=True)
 
 
 if __name__ == "__main__":
-    for text in main():
-        print(repr(text))
+    with tempfile.TemporaryDirectory() as directory:
+        for text in main(directory):
+            print(repr(text))

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import profile as profiles
 from benchmarks import start
+from benchmarks.attached import CASES
 from benchmarks.attention import TINY_CASES
 from benchmarks.gaps import BESIDE
 from benchmarks.networks import RECURRENT
@@ -326,3 +327,10 @@ def test_what_replicas_compute_is_counted_by_the_rule_of_their_router(capsys: py
     assert [*found] == ["agent, 2", "users, 2", "edits, 2", "chats, 2"]
     for ratios in found.values():
         assert all(ratio >= 0.9 for ratio in ratios.values())
+
+
+def test_generate_beside_a_memory_is_measured(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "attached")
+    assert len(table) == 6
+    assert {kind: list(ratios) for kind, ratios in found.items()} == {kind: list(CASES) for kind in ("llama", "lfm2")}
+    assert all(ratio > 0 for ratios in found.values() for by_length in ratios.values() for ratio in by_length.values())

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -20,8 +21,9 @@ def test_a_hand_written_model_on_the_memory_gives_the_logits_of_a_forward_withou
     assert example("handwritten").main() < 1e-5
 
 
-def test_generate_of_transformers_on_our_cells_goes_on_as_on_its_own_cache() -> None:
-    first, second = example("generate").main()
+def test_generate_of_transformers_goes_on_from_memory_and_from_a_store() -> None:
+    with TemporaryDirectory() as store:
+        first, second = example("generate").main(store)
     assert first.startswith("import os\nimport")
     assert second.startswith("def main():\n")
 

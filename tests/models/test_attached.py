@@ -3,8 +3,9 @@
 import copy
 import inspect
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ REFUSED = {
     "minimax-m3": "MiniMaxM3", "deepseek-v4": "DeepseekV4", "minimax-01": "outside", "rwkv": "outside",
     "xlstm": "outside", "openai-gpt": "elsewhere", "recurrent-gemma": "elsewhere",
 }  # fmt: skip
+SERVED = [name for name in EVERY if name not in REFUSED and name != "phi3-longrope-crossing"]
 PROMPT = torch.arange(3, 43)[None] * 7 % 97 + 2
 HOW: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -78,7 +80,7 @@ def test_it_generates_the_same_tokens_and_reads_what_earlier_calls_computed(mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in EVERY if name not in REFUSED and name != "phi3-longrope-crossing"])
+@pytest.mark.parametrize("name", SERVED)
 def test_so_it_does_with_every_architecture(name: str) -> None:
     model = built(name)
     with kvcellar.attach(model, cache_bytes=32 << 20) as memory:
@@ -150,6 +152,17 @@ def test_a_batch_with_padding_on_the_left_gives_the_same_tokens(model: PreTraine
     alone = memory.cache()  # a row of the batch, without its padding
     assert torch.equal(generate(model, ids[1:2, 13:], alone)[:, 27:], generate(model, ids[1:2, 13:])[:, 27:])
     assert alone.recalls[0].restored == 26
+
+
+def test_a_short_row_of_which_nothing_is_known_is_computed_beside_one_that_is(model: PreTrainedModel) -> None:
+    memory = kvcellar.attach(model, cache_bytes=32 << 20)
+    generate(model, PROMPT, memory.cache())
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :30] = 0
+    ids = torch.cat([PROMPT, PROMPT.roll(7, 1)]) * mask
+    expected = generate(model, ids, attention_mask=mask)
+    assert torch.equal(generate(model, ids, memory.cache(), attention_mask=mask), expected)
+    memory.check()
 
 
 def test_a_batch_with_padding_on_the_right_gives_the_same_tokens() -> None:
@@ -425,3 +438,130 @@ def test_a_recurrent_cache_begins_anew_with_other_rows() -> None:
     generate(model, PROMPT, cache)
     rows = torch.cat([PROMPT.roll(at, 1) for at in (1, 2, 3)])
     assert torch.equal(generate(model, rows, cache), generate(model, rows))
+
+
+LONG = torch.arange(3, 133)[None] * 7 % 97 + 2  # fewer than 64 new tokens are not stored
+
+
+def stored(model: PreTrainedModel, place: Path) -> Attached:
+    return kvcellar.attach(model, cache_bytes=32 << 20, store=place, store_bytes=1 << 26)
+
+
+def restarted(model: PreTrainedModel, tmp_path: Path) -> None:
+    expected = generate(model, LONG)
+    for read in (0, 129):
+        with stored(copy.deepcopy(model), tmp_path) as memory:  # as loaded again: other tensors with the same content
+            cache = memory.cache()
+            assert torch.equal(generate(memory.model, LONG, cache), expected)
+            assert cache.recalls[0].restored == read
+            assert cache.recalls[0].sources == ((("disk", read),) if read else ())
+            memory.check()
+
+
+def test_a_later_process_reads_what_an_earlier_one_has_stored(model: PreTrainedModel, tmp_path: Path) -> None:
+    restarted(model, tmp_path)
+    alone = copy.deepcopy(model)
+    with kvcellar.attach(alone, cache_bytes=32 << 20) as memory:
+        assert memory.cache(LONG).get_seq_length() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SERVED if name != "phi3-longrope"])  # its context is shorter
+def test_so_does_one_with_every_architecture(name: str, tmp_path: Path) -> None:
+    restarted(built(name), tmp_path)
+
+
+def test_rows_of_a_batch_are_read_back_together(tmp_path: Path) -> None:
+    model = built("qwen2-sliding")
+    mask = torch.ones(3, 130, dtype=torch.long)
+    mask[1, :20] = 0
+    ids = torch.cat([LONG, LONG.roll(20, 1), LONG]) * mask
+    expected = generate(model, ids, attention_mask=mask)
+    for read in (0, 129):
+        with stored(model, tmp_path) as memory:
+            cache = memory.cache()
+            assert torch.equal(generate(model, ids, cache, attention_mask=mask), expected)
+            assert cache.recalls[0].restored == read
+            memory.check()
+
+
+def other_weights(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        next(model.parameters())[5, 0] += 1
+
+
+def other_config(model: PreTrainedModel) -> None:
+    model.config.rms_norm_eps *= 2
+
+
+@pytest.mark.parametrize("change", [other_weights, other_config])
+def test_what_another_network_has_stored_is_refused_by_name(
+    change: Callable[[PreTrainedModel], None], tmp_path: Path
+) -> None:
+    first, second = built("llama"), built("llama")
+    with stored(first, tmp_path) as memory:
+        generate(first, LONG, memory.cache())
+    change(second)
+    with stored(second, tmp_path) as memory:
+        cache = memory.cache()
+        assert torch.equal(generate(second, LONG, cache), generate(second, LONG))
+        assert (cache.recalls[0].restored, cache.recalls[0].reason) == (0, "other weights")
+
+
+def test_what_autocast_has_stored_is_refused_without_it(tmp_path: Path) -> None:
+    model = built("llama")
+    with stored(model, tmp_path) as memory:
+        for autocast, read in ((True, 0), (False, 0), (True, 129)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                assert memory.cache(LONG).get_seq_length() == read
+                generate(model, LONG, memory.cache())
+                memory.check()
+
+
+def test_a_store_is_that_of_the_present_weights(tmp_path: Path) -> None:
+    model = built("llama")
+    with stored(model, tmp_path) as memory:
+        generate(model, LONG, memory.cache())
+        for factor, read in ((2.0, 0), (0.5, 129)):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(factor)
+            cache = memory.cache()
+            assert torch.equal(generate(model, LONG, cache), generate(model, LONG))
+            assert cache.recalls[0].restored == read
+            memory.check()
+
+
+def test_a_damaged_entry_is_computed_again(tmp_path: Path) -> None:
+    model = built("llama")
+    with stored(model, tmp_path) as memory:
+        generate(model, LONG, memory.cache())
+    (entry,) = (path for path in (tmp_path / "data").rglob("*") if path.is_file())
+    content = bytearray(entry.read_bytes())
+    content[-9] ^= 1
+    entry.write_bytes(content)
+    with stored(model, tmp_path) as memory:
+        cache = memory.cache()
+        assert torch.equal(generate(model, LONG, cache), generate(model, LONG))
+        assert (cache.recalls[0].restored, cache.recalls[0].reason) == (0, "damaged")
+        memory.check()
+
+
+def test_an_interrupted_call_reads_nothing_more_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("llama")
+    with stored(model, tmp_path) as memory:
+        generate(model, LONG, memory.cache())
+    with stored(model, tmp_path) as memory:
+        monkeypatch.setattr(memory, "_posted", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, LONG, memory.cache())
+        monkeypatch.undo()
+        memory.check()
+        cache = memory.cache()
+        assert torch.equal(generate(model, LONG, cache), generate(model, LONG))
+        assert cache.recalls[0].restored == 129
+
+
+class Interrupted:
+    def get(self, timeout: float) -> None:
+        raise KeyboardInterrupt

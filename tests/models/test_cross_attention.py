@@ -324,6 +324,8 @@ def test_a_second_input_and_another_number_of_rows_are_refused() -> None:
     first = generate(model, pictures(1, (0,)), past_key_values=ours)
     with pytest.raises(NotSupported, match="already have an input"):
         model(**pictures(1, (1,)), past_key_values=ours)
+    with pytest.raises(BadRequest, match="crop"):
+        ours.crop(5)
     ours.reset()
     assert torch.equal(generate(model, pictures(1, (0,)), past_key_values=ours), first)
     with pytest.raises(BadRequest, match="rows"):

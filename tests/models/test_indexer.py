@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kvcellar.engine.models.build_guest import build_guest
-from kvcellar.engine.models.generation import GenerationCache
 from kvcellar.engine.models.seam import OwnLayer, SoloDoor
 from kvcellar.engine.models.shape import StoreProbe
 from kvcellar.errors import ModelRefused, NotSupported
@@ -118,12 +117,6 @@ def test_wrong_values_in_additional_planes_change_the_logits(
     memory = small_memory(guest, 64)
     logits = torch.cat([read(guest, memory, (1, text[a:b]))[0] for a, b in ((0, 20), (20, 21), (21, 36))])
     assert not relative(logits, right) <= 10 * BOUND
-
-
-@pytest.mark.parametrize(("name", "why"), [("hy-v4", "an indexer of its own"), ("deepseek-v4", "of their own class")])
-def test_generation_cache_refuses_models_with_additional_planes(name: str, why: str) -> None:
-    with pytest.raises(ModelRefused, match=why):
-        GenerationCache.of(ARCHS[name].build(), cells=64)
 
 
 def test_own_cache_layers_have_keys_and_positions_of_all_tokens() -> None:

@@ -1,6 +1,7 @@
 """open_store: opens the tiers of an engine. Their identity is everything that decides the bytes of stored memory.
 
-A model that was given as an object has no files to be identified by: what it computes is kept in host memory at most.
+An engine's model that was given as an object has no files to be identified by: what it computes is kept in host memory
+at most. The network of an attached memory is identified by its weights as they are.
 """
 
 import logging
@@ -48,13 +49,15 @@ Post = Callable[[Callable[[], None]], None]  # lets the engine's thread run a ca
 
 class Source(NamedTuple):
     """What decides the bytes of a memory: the directories of all weights that are run to fill it, none if these have no
-    files; what it is for, if it is not the target's; how its weights are multiplied, if not as dense ones; and what is
-    attended to, if not keys and values: latents give later layers other bits than expanding them."""
+    files; what it is for, if it is not the target's; how its weights are multiplied, if not as dense ones; what is
+    attended to, if not keys and values: latents give later layers other bits than expanding them; and, of a network
+    without files, a digest of all that it computes with."""
 
     paths: tuple[Path, ...]
     role: str = ""
     weights: str = ""
     attends: str = ""
+    network: str = ""
 
 
 def open_store(
@@ -84,7 +87,7 @@ def open_store(
     tiers: list[Tier] = []
     if host:
         tiers.append(HostTier(host, quota=int(settings.tenant_share * host)))
-    if outside and source.paths:
+    if outside and (source.paths or source.network):
         report("opening the store")
         try:
             name = identity_of(memory, source)
@@ -148,7 +151,7 @@ def identity_of(memory: Memory, source: Source) -> bytes:
         directory = cache(os.environ)
     digests, paths = FileDigests(directory), source.paths
     texts = [path / name for path in paths for name in TEXT_FILES if (path / name).is_file()]
-    more = {"role": source.role, "multiplied": source.weights, "attends": source.attends}
+    more = {"role": source.role, "multiplied": source.weights, "attends": source.attends, "network": source.network}
     return identity(
         {
             "format": FORMAT,

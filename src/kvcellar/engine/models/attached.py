@@ -11,6 +11,9 @@ network, since layers only see keys and values.
 On the network are two hooks and a `generate` of its own, all of them functions without state: they do nothing where no
 `MemoryCache` is passed, and a copy of the network has them, too, without sharing anything with this one.
 
+With a store, what is kept is written to a directory, and what memory lacks is read back, by the tiers of the engine; a
+call waits for what it reads.
+
 Always true between two calls:
   * the memory has no sequences, only what the prefix tree holds;
   * what the tree has was computed by the present weights, as far as torch counts their changes.
@@ -19,8 +22,11 @@ Always true between two calls:
 import copy
 import functools
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from types import MethodType
 from typing import Any, Self
 
@@ -43,9 +49,11 @@ from kvcellar.memory.prefix.why import ReadBack
 from kvcellar.memory.prefix_cache import PrefixCache
 from kvcellar.memory.prefixes import Prefix
 from kvcellar.memory.spans import Span
+from kvcellar.memory.store import Store
 
 STEP = 512  # tokens that are written to memory at once
 ATTACHED = "_kvcellar_attached"  # an attribute: the id of the model that has a memory
+LOOK = 0.1  # seconds between two looks at what is being read back, if nothing is reported
 BEHIND = -1  # stands for a token behind a text, since the last token of a key is never restored
 _GIVEN = frozenset(  # what may be a tensor, or have a length
     {
@@ -73,11 +81,12 @@ class MemoryCache(DynamicCache):
 
     def _empty(self) -> None:
         self._log: list[Columns] = []
+        self._real: Tensor | None = None  # [B,columns]: all flags of the log
         self._columns = self._kept = 0
         self._prompt = 0  # columns of the prompt of which a part was read
         self._running = False  # a forward has begun, and not ended
         self._parts: set[int] = set()  # columns where later prompts may part from this one
-        self._weights = self.owner._versions()
+        self._weights: int | None = None  # those of the first forward, or of what was read
 
     # -- called by transformers ---------------------------------------------------------------------------------
 
@@ -93,7 +102,7 @@ class MemoryCache(DynamicCache):
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]  # any tensor of integers
         if self._log:
             ids, real, places = (x.index_select(0, beam_idx.to(x.device)) for x in self._all())
-            self._log, self._kept = [(ids, real, places)], 0
+            self._log, self._real, self._kept = [(ids, real, places)], real, 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(torch.as_tensor(indices))
@@ -110,7 +119,7 @@ class MemoryCache(DynamicCache):
         super().crop(tokens_to_remove)
         if tokens_to_remove and self._log:
             ids, real, places = (x[:, :tokens_to_remove] for x in self._all())
-            self._log, self._columns = [(ids, real, places)], ids.shape[1]
+            self._log, self._real, self._columns = [(ids, real, places)], real, ids.shape[1]
             self._kept = min(self._kept, self._columns)
 
     def reset(self) -> None:
@@ -129,6 +138,7 @@ class MemoryCache(DynamicCache):
         twin = MemoryCache(self.owner, self.namespace)
         twin.layers, twin._log, twin._columns = copy.deepcopy(self.layers), list(self._log), self._columns
         twin._kept, twin._prompt, twin.recalls = self._kept, self._prompt, self.recalls
+        twin._real, twin._weights = self._real, self._weights
         return twin
 
     # -- called by hooks ----------------------------------------------------------------------------------------
@@ -151,6 +161,8 @@ class MemoryCache(DynamicCache):
                     given[name] = given[name][..., self._columns :]
         if self._columns and not self.owner.kept.groups:
             given["attention_mask"] = None  # it is for the columns, of which these layers have none
+        if self._weights is None:
+            self._weights = self.owner._versions()
         self._prompt, self._running = 0, True
         return (), given
 
@@ -164,19 +176,21 @@ class MemoryCache(DynamicCache):
         hidden = mask is not None and self._hides(mask)
         if hidden or real.dim() != 2 or places.dim() != 2:  # it is not known what was seen: no row of it is kept
             real = places = torch.zeros_like(ids)
+        real = real.bool()
         self._log.append((ids, real, places.expand(ids.shape)))
+        self._real = real if self._real is None else torch.cat([self._real, real], 1)
         self._columns += ids.shape[1]
         self._running = False
 
     def _hides(self, mask: Tensor) -> bool:
         """Whether a mask of all columns hides some of those before, or shows padding."""
-        if not self._columns or mask.dim() != 2 or mask.shape[1] <= self._columns:
+        if self._real is None or mask.dim() != 2 or mask.shape[1] <= self._columns:
             return False
-        return not bool((mask[:, : self._columns].bool() == self._all()[1]).all())
+        return not torch.equal(mask[:, : self._columns].bool(), self._real)
 
     def _all(self) -> Columns:
         ids, real, places = (torch.cat(parts, 1) for parts in zip(*self._log, strict=True))
-        return ids, real.bool(), places
+        return ids, real, places
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -190,7 +204,7 @@ class MemoryCache(DynamicCache):
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
         if real.shape != ids.shape:
             return  # the rest of a text of which the cache has the beginning
-        if self._columns and (self._weights != self.owner._versions() or not self._begins(ids, real)):
+        if self._columns and (self._weights != self.owner._follow_weights() or not self._begins(ids, real)):
             self.keep()
             self.reset()
         which, length = list(range(len(ids))), ids.shape[1]
@@ -224,9 +238,10 @@ class MemoryCache(DynamicCache):
 
     def _read(self, ids: Tensor, real: Tensor, starts: Sequence[int]) -> None:
         texts = [row[start:] for row, start in zip(ids.tolist(), starts, strict=True)]
+        self._weights = self.owner._follow_weights()
         end, self.recalls, self._parts = self.owner._read(self.layers, texts, starts, self.namespace)
         if end:
-            self._log = [(ids[:, :end], real[:, :end], _places(real)[:, :end])]
+            self._log, self._real = [(ids[:, :end], real[:, :end], _places(real)[:, :end])], real[:, :end]
             self._columns = self._kept = end
 
     def _ends(self, length: int, starts: Sequence[int], shared: bool) -> list[int]:
@@ -245,8 +260,9 @@ class MemoryCache(DynamicCache):
     def keep(self) -> int:
         """Give memory what was computed since the last time; returns the tokens that it did not have. Nothing is given
         of a forward that failed, of rows with holes or positions that are not those of a text, and of other weights."""
-        changed = self._running or self._weights != self.owner._versions()
-        if changed or self._columns == self._kept or lengths(self.layers) - {self._columns}:
+        if self._running or self._columns == self._kept or lengths(self.layers) - {self._columns}:
+            return 0
+        if self._weights != self.owner._follow_weights():
             return 0
         ids, real, places = (x.cpu() for x in self._all())
         new = 0
@@ -263,9 +279,14 @@ class MemoryCache(DynamicCache):
 class Attached:
     """A memory beside `model`, made by `kvcellar.attach`. Not to be used by two threads at once."""
 
-    def __init__(self, model: PreTrainedModel, kept: Kept, memory: Memory) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kept: Kept, memory: Memory, open_store: Callable[..., Store | None] | None
+    ) -> None:
+        """`open_store` is an `OpenStore` that is given a `post`, for the weights as they are when it is called."""
         self.model, self.kept, self.memory = model, kept, memory
-        self.prefixes = PrefixCache(memory, in_parts=False)
+        self._posted = SimpleQueue[Callable[[], None]]()  # what the threads of the store have for this one
+        self._open_store = partial(open_store, post=self._posted.put) if open_store is not None else None
+        self._begin()
         accepts = inspect.signature(model.forward).parameters
         self._accepts, self._names = frozenset(accepts), tuple(accepts)
         self.counts = "position_ids" in accepts  # else its positions follow from the mask, or it has none
@@ -292,13 +313,17 @@ class Attached:
         return cache
 
     def clear(self) -> None:
-        """Forget everything: after a change of weights by `.data`, which torch does not count."""
-        self.prefixes.reset()
+        """Forget everything: after a change of weights by `.data`, which torch does not count. What a store has is read
+        if the weights are those it was computed with."""
+        self._close()
+        self._begin()
 
     def detach(self) -> None:
-        """Make the model what it was. Caches of this memory are of no use then."""
+        """Make the model what it was, and write to the store what is not written yet, in two seconds at most. Caches of
+        this memory are of no use then."""
         _strip(self.model)
-        self.prefixes.reset()
+        self._open_store = None
+        self.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -310,6 +335,46 @@ class Attached:
         """Assert what is always true between two calls."""
         self.prefixes.check(())
         assert not self.memory.sequences, "a sequence is left"
+
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """With an empty tree."""
+        self.memory.claims.clear()
+        self.prefixes = PrefixCache(self.memory, in_parts=False, open_store=self._open_store)
+
+    def _close(self) -> None:
+        if (store := self.prefixes.store) is not None:
+            while (pause := store.flush()) is not None:
+                time.sleep(pause)
+            store.stop()
+            store.close()
+
+    def _read_back(self, namespace: str, keys: Sequence[bytes]) -> list[ReadBack]:
+        """Wait until memory has what the store has of these texts, or cannot be had."""
+        rows = {(row, 0): key for row, key in enumerate(keys)}
+        try:
+            for row, key in rows.items():
+                self.prefixes.prefetch(row, namespace, partial(bytes, key))
+            for row, key in rows.items():
+                while self.prefixes.reads_back(row, partial(bytes, key), enters=True):
+                    assert self.prefixes.store is not None
+                    with suppress(Empty):
+                        self._posted.get(timeout=min(LOOK, self.prefixes.store.restores.look_again() or LOOK))()
+                    self.prefixes.store.restores.go_on()
+            return [self.prefixes.was_read(row) for row in rows]
+        finally:
+            for row in rows:
+                self.prefixes.cancel(row)
+
+    def _write(self) -> None:
+        """Read out of memory what the store is to have, as far as there is staging memory: its threads write it."""
+        if (store := self.prefixes.store) is not None:
+            with suppress(Empty):
+                while True:
+                    self._posted.get_nowait()()
+            while store.pump():
+                pass
 
     # -- for caches ---------------------------------------------------------------------------------------------
 
@@ -366,10 +431,10 @@ class Attached:
     ) -> tuple[int, tuple[Recall, ...], set[int]]:
         """Fill layers with the longest beginning that memory has of all rows of a batch. Returns the columns; why they
         are not more, for each row; and the columns where prompts part from what is known, or others like them have."""
-        self._follow_weights()
         keys = [key_of(text) for text in texts]
         end, before = len(texts[0]) + starts[0] - 1, -1
         end = end if end < self._context else 0
+        reads = self._read_back(namespace, keys)
         while max(starts) < end != before:  # until all rows can be resumed in the same column
             before, found = (
                 end,
@@ -379,7 +444,8 @@ class Attached:
                 ),
             )
             end = min(found)
-        enough = max(starts) if self.kept.at_once else (len(texts[0]) + starts[0]) // 2  # else it takes longer
+        half = 0 if self.kept.at_once else (len(texts[0]) + starts[0]) // 2  # with less, reading takes longer
+        enough = max(half, *starts)
         end = end if end > enough else 0
         places: list[Prefix] = []
         try:
@@ -388,7 +454,10 @@ class Attached:
                 self.prefixes.prefixes.use(places[-1])
             if end:
                 fill(layers, self.memory, [place.seq for place in places], starts, end)
-            recalls = tuple(self.prefixes.prefixes.explain(one, read=ReadBack(), owner="") for one in places)
+            recalls = tuple(
+                self.prefixes.prefixes.explain(one, read=read, owner="")
+                for one, read in zip(places, reads, strict=True)
+            )
         finally:
             for place in places:
                 self.prefixes.end(place, (), keep=False)
@@ -401,7 +470,6 @@ class Attached:
         n = len(text)
         if n > self._context:
             return 0
-        self._follow_weights()
         place, complete = self.prefixes.restore(namespace, key_of([*text, BEHIND]), most=n), False
         try:
             with suppress(CacheFull):
@@ -414,6 +482,7 @@ class Attached:
                 complete = True
         finally:
             self.prefixes.end(place, text, keep=complete)
+        self._write()
         return n - place.restored if complete else 0
 
     def _make_room(self, tokens: int) -> None:
@@ -427,15 +496,20 @@ class Attached:
 
     def _versions(self) -> int:
         """Changes with each update of a weight that torch counts, and where autocast computes in another type."""
-        device = self.model.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         weights = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters())
-        return hash((weights, autocast))
+        return hash((weights, autocast_of(self.model.device)))
 
-    def _follow_weights(self) -> None:
+    def _follow_weights(self) -> int:
+        """The present weights; what was computed by others is forgotten."""
         if (now := self._versions()) != self._weights:
             self._weights = now
-            self.prefixes.reset()
+            self.clear()
+        return now
+
+
+def autocast_of(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in there, if it is on."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def check_attachable(model: Any) -> None:

@@ -46,9 +46,11 @@ class GrowingLayer(DynamicLayer):
     _room: tuple[Tensor, Tensor] | None = None  # of which `keys` and `values` are the first columns
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        held = self.get_seq_length()
-        if not held or (torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)):
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = self.get_seq_length()
         end = held + key_states.shape[2]
         found: list[Tensor] = []
         rooms = self._room or (None, None)
@@ -56,7 +58,8 @@ class GrowingLayer(DynamicLayer):
             assert now is not None
             if room is None or not _begins(room, now, end):
                 room = new.new_empty(*new.shape[:2], end + max(ROOM, end // 4), new.shape[3])
-                room[:, :, :held] = now
+                if held:
+                    room[:, :, :held] = now
             room[:, :, held:end] = new
             found.append(room)
         self._room = found[0], found[1]

@@ -1,12 +1,12 @@
-"""generation: caches for transformers' own `model.generate()` that keep its K/V in a `Memory`.
+"""generation: caches for transformers' own `model.generate()` of models whose decoder attends to an encoder's output.
+Other models have `kvcellar.attach`, whose keys depend on tokens alone.
 
-    cache = GenerationCache.of(model, cells=4096)
-    model.generate(ids, past_key_values=cache, use_cache=True)
+    cache = cross_attention_cache(model, cells=4096, input_cells=3000)
+    model.generate(**inputs, past_key_values=cache, use_cache=True)
 
 The model is not changed: the loop, the masks and the attention are transformers'. Each row of the batch is a sequence;
 a padding token takes a cell like any other, and the model's own masks hide it. Beams with a common past share cells.
 
-`cross_attention_cache(model, cells=4096, input_cells=3000)` is for models whose decoder attends to an encoder's output.
 The first forward computes the keys and values of its cross-attention, for each row of the batch. They are written into
 the memory once, rows with the same input share their cells, and every later forward reads them there. Models with an
 encoder of their own (BART, T5, Whisper) keep two caches, and number the layers of both from 0. Those whose
@@ -32,7 +32,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from kvcellar.engine.models.input_limits import embedding_rows
 from kvcellar.engine.models.registered import GuestCache
-from kvcellar.engine.models.shape import PROBE_TOKENS, StoreProbe, causal_shape, stored_shape
+from kvcellar.engine.models.shape import PROBE_TOKENS, StoreProbe, causal_shape
 from kvcellar.errors import BadRequest, ModelRefused, NotSupported
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.cells.layouts import Input
@@ -40,45 +40,35 @@ from kvcellar.memory.memory import Group, Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.spans import Span
 
+Stored = Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [B,G,n,D] and v [B,G,n,Dv]
 
-class GenerationCache(Cache):
-    """A cache for `model.generate` (greedy, sampling, beam search, assisted) that keeps K/V in `memory`."""
 
-    def __init__(self, groups: tuple[Group, ...], memory: Memory) -> None:
+class DecoderCache(Cache):
+    """The decoder's own keys and values and, in the same memory, those of its cross-attention.
+
+    `cross_layers` maps the model's numbers of the cross-attention layers to the memory's.
+    """
+
+    def __init__(self, groups: tuple[Group, ...], memory: Memory, cross_layers: Mapping[int, int]) -> None:
         super().__init__(layers=[])
         self.memory = memory
         self.rows: list[int] = []
+        self.cross_layers = dict(cross_layers)
+        self.layers: list[Any] = [InputLayer(self, layer) for layer in range(max(cross_layers) + 1)]
         self._layers = frozenset(layer for group in groups for layer in group.layers)
         self._stored: set[int] = set()  # layers that have stored in the open step
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # computed by this forward and not yet written
+        self._read: tuple[tuple[Any, ...], Tensor] | None = None  # the last result: models read each plane twice
         self._next = 1
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, *, cells: int) -> "GenerationCache":
-        """For `model`, with room for `cells` tokens of all rows and beams together.
-
-        Raises `ModelRefused` if the model stores nothing, or has recurrent layers, whose states it cannot keep.
-        """
-        shape = stored_shape(model)
-        if shape.recurrent is not None:
-            layers = sorted(shape.recurrent.layers)
-            raise ModelRefused(
-                f"{type(model).__name__} keeps recurrent or convolution state in layers {layers}, which this cache "
-                f"does not support; an engine does"
-            )
-        device = model.device
-        memory = Memory(
-            shape.groups,
-            cells={group.name: cells for group in shape.groups},
-            dtype=model.dtype,
-            device=device,
-            backend=Sdpa(),
-        )
-        return cls(shape.groups, memory)
+        self._inputs = 0
+        self._past = 0  # length of the rows before the last forward
 
     # -- called by models and by `generate` ----------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Store k [B,G,L,D] and v [B,G,L,Dv]; returns all K/V of every row, [B,G,N,D] and [B,G,N,Dv]."""
+        if layer_idx in self.cross_layers and layer_idx not in self._layers:
+            return self.update_input(key_states, value_states, layer_idx)
         if layer_idx not in self._layers:
             raise ModelRefused(f"layer {layer_idx} stores keys and values, and did not when the model was probed")
         if layer_idx in self._stored:  # the previous forward failed
@@ -91,6 +81,7 @@ class GenerationCache(Cache):
         if self._stored == self._layers:
             self._end()
         keys, values = (torch.stack(planes).transpose(1, 2) for planes in zip(*held, strict=True))
+        self._settle()
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -125,6 +116,8 @@ class GenerationCache(Cache):
         self.memory.clear()
         self.rows.clear()
         self._stored.clear()
+        self._pending.clear()
+        self._read = None
 
     @property
     def is_compileable(self) -> bool:
@@ -147,6 +140,7 @@ class GenerationCache(Cache):
     # -- internal -----------------------------------------------------------------------------------------------
 
     def _begin(self, rows: int, tokens: int) -> None:
+        self._pending.clear()  # of a forward that failed
         if self.rows and rows != len(self.rows):
             raise BadRequest(
                 f"the cache holds {len(self.rows)} rows and was given {rows}; reset() it for another batch"
@@ -154,12 +148,13 @@ class GenerationCache(Cache):
         past = self.get_seq_length()
         seqs = self.rows or [self.fresh() for _ in range(rows)]
         self.memory.begin(Batch(tuple(Feed(seq, Span(past, past + tokens)) for seq in seqs)))
-        self.rows = seqs
+        self.rows, self._past = seqs, past
 
     def _end(self) -> None:
-        """Commit the step: all layers have stored."""
-        self.memory.commit()
-        self._stored.clear()
+        """Commit the step, all layers of which have stored, but not while the input of this forward is incomplete."""
+        if self._pending.keys() in (set(), self.cross_layers.keys()):
+            self.memory.commit()
+            self._stored.clear()
 
     def _abandon(self) -> None:
         """Abandon the open step, and forget rows of which it was the first."""
@@ -188,42 +183,15 @@ class GenerationCache(Cache):
         assert not self._stored, "a step is open"
         assert sorted(self.memory.sequences) == sorted(self.rows), "rows and sequences differ"
         assert len({self.memory.length(seq) for seq in self.rows}) <= 1, "rows of different lengths"
+        assert not self._pending, f"the input of layers {sorted(self._pending)} was not written"
+        assert len({self.memory.inputs.length(seq) for seq in self.rows}) <= 1, "inputs of different lengths"
 
-
-def _rows(x: Tensor) -> Tensor:
-    """[B,G,L,D] -> [B*L,G,D], row after row."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-Stored = Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [B,G,n,D] and v [B,G,n,Dv]
-
-
-class DecoderCache(GenerationCache):
-    """The decoder's own keys and values and, in the same memory, those of its cross-attention.
-
-    `cross_layers` maps the model's numbers of the cross-attention layers to the memory's.
-    """
-
-    def __init__(self, groups: tuple[Group, ...], memory: Memory, cross_layers: Mapping[int, int]) -> None:
-        super().__init__(groups, memory)
-        self.cross_layers = dict(cross_layers)
-        self.layers: list[Any] = [InputLayer(self, layer) for layer in range(max(cross_layers) + 1)]
-        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # computed by this forward and not yet written
-        self._read: tuple[tuple[Any, ...], Tensor] | None = None  # the last result: models read each plane twice
-        self._inputs = 0
-        self._past = 0  # length of the rows before the last forward
+    # -- the encoder's output -----------------------------------------------------------------------------------
 
     @property
     def has_input(self) -> bool:
         """Whether the rows have their inputs in memory."""
         return bool(self.rows) and self.memory.inputs.length(self.rows[0]) > 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        if layer_idx in self.cross_layers and layer_idx not in self._layers:
-            return self.update_input(key_states, value_states, layer_idx)
-        held = super().update(key_states, value_states, layer_idx)
-        self._settle()
-        return held
 
     def update_input(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Take the cross-attention's k [B,G,n,D] and v [B,G,n,Dv] of one layer for the rows' inputs; returns both."""
@@ -243,21 +211,6 @@ class DecoderCache(GenerationCache):
         if self._read is None or self._read[0] != key:
             self._read = key, self.memory.inputs.read(self.cross_layers[layer], plane, self.rows).transpose(1, 2)
         return self._read[1]
-
-    def reset(self) -> None:
-        super().reset()
-        self._pending.clear()
-        self._read = None
-
-    def _begin(self, rows: int, tokens: int) -> None:
-        self._pending.clear()  # of a forward that failed
-        super()._begin(rows, tokens)
-        self._past = self.get_seq_length()
-
-    def _end(self) -> None:
-        """Commit the step, but not while the input of this forward is incomplete."""
-        if self._pending.keys() in (set(), self.cross_layers.keys()):
-            super()._end()
 
     def _settle(self) -> None:
         """Write the pending input once all layers have it and the forward's step is closed: for all rows, or for none.
@@ -316,10 +269,10 @@ class DecoderCache(GenerationCache):
             names.append(name)
         return names
 
-    def check(self) -> None:
-        super().check()
-        assert not self._pending, f"the input of layers {sorted(self._pending)} was not written"
-        assert len({self.memory.inputs.length(seq) for seq in self.rows}) <= 1, "inputs of different lengths"
+
+def _rows(x: Tensor) -> Tensor:
+    """[B,G,L,D] -> [B*L,G,D], row after row."""
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 class InputLayer:

@@ -343,7 +343,7 @@ def _read_by_layer(door: ProbeDoor) -> dict[int, Read]:
     return {layer: first[layer] for layer in door.stored}
 
 
-def stored_shape(model: "PreTrainedModel", *, fresh: Callable[[int], Any] | None = None) -> Shape:
+def stored_shape(model: "PreTrainedModel", *, fresh: Callable[[int], Any] | None) -> Shape:
     """For a model that runs solo: what it stores in a small forward with its own attention. Raises `ModelRefused`.
 
     Layers that store more of a token than keys and values (an indexer's keys, say) are refused, unless `fresh` makes

@@ -410,7 +410,8 @@ class World:
 
         def watched() -> tuple[list[Scheduled], list[Completion]]:
             waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
-            first = next(iter(ranked([one for one in running if one.status is Status.PREFILL])), None)
+            prompts = [one for one in running if one.status is Status.PREFILL and not self._encodes(one)]
+            first = next(iter(ranked(prompts)), None)
             self._first = None if first is None else (first, self._together(first))
             try:
                 shares, stuck = schedule()

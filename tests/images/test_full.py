@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcellar.engine.core.request import Completion
 from kvcellar.engine.core.seeing import Seeing
-from kvcellar.engine.models.vision import Features
+from kvcellar.engine.models.features import Features
 from kvcellar.images.image import ImageInput
 from kvcellar.memory.cells.layouts import Causal
 from tests.engine.world import Ask, World
@@ -124,3 +124,14 @@ def test_texts_pass_prompts_that_wait_for_bytes() -> None:
     first = Ask(at=0, prompt=3, max_tokens=60, images=((0, 1),), crossed=True)
     full.play([first, Ask(at=1, prompt=4, max_tokens=5, images=((1, 1),), crossed=True), Ask(2, 9, 5)])
     assert full.over[2] < 20 < full.over[0] < full.over[1]
+
+
+@pytest.mark.parametrize("parts", [3, 60])
+def test_a_prompt_that_waits_for_its_image_holds_up_none_that_is_ready(parts: int) -> None:
+    """Behind it is one whose tokens all see each other, as many as a step has, beside a stream."""
+    full = Full({0: 1})
+    full.seeing._encoding = lambda *_: Encoding(1, parts)  # type: ignore[method-assign,assignment]
+    waits = Ask(10, 20, 1, images=((0, 8),), whole=True)
+    full.play([Ask(0, 3, 150), waits, Ask(11, 32, 1, whole=True)])
+    assert full.over[2] <= 15
+    assert full.over[1] >= 10 + parts

@@ -90,7 +90,7 @@ def test_what_a_step_has_to_have_whole_does_not_wait_for_the_end_of_streams(whol
             if number in world.heard and world.heard[number].over:
                 over.setdefault(number, world.turns)
 
-    asked = [Ask(at=20, prompt=tokens, max_tokens=1, images=((0, tokens - 1),), whole=whole) for _ in range(4)]
+    asked = [Ask(at=20, prompt=tokens, max_tokens=1, images=((0, tokens - 1 - n),), whole=whole) for n in range(4)]
     world.play([*(Ask(0, 3, 400) for _ in range(streams)), *asked], look)
     assert sorted(over) == [*range(streams, streams + 4)]
     assert max(over.values()) <= 20 + 2 * 4 + 4, "two steps each"

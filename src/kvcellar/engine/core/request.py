@@ -246,6 +246,8 @@ class Completion:
         if reading is None or isinstance(reading, Pooled):
             return ()
         rows = to_read(reading, self.computed, tokens)
+        if self.request.images is None:
+            return rows
         return [rows.start + row for row in reading.scored(self.computed + rows.start, len(rows))]
 
     @property

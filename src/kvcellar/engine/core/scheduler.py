@@ -11,7 +11,7 @@ rank behind it are preempted, the last first, as far as it needs their sequences
 passed by those behind it that do (`PASSED` such are looked at in a step), and so is one whose tokens are being read
 back, or are about to be computed by the prompt of an older request. So what arrives later, or ranks later, never makes
 a completion wait: the bound is that while one waits and is ready, those that rank before it leave it no room, and the
-one that ranks first waits for nothing.
+one that ranks first waits for nothing, but as a stream for one step of tokens that see each other.
 
 *A step.* Completions in decode are scheduled first, one token each, and drafts of their next tokens, up to a part of
 the token budget. What is left of it goes to prompts, in chunks that take no longer than running streams may wait: half
@@ -21,9 +21,10 @@ then there are no drafts in this step, then what is restored for waiting complet
 completion that ranks last is preempted: it keeps its tokens, and computes those again later that are evicted meanwhile.
 The one that ranks first is never preempted, so every completion ends eventually.
 
-*Tokens that see each other*, as those of an image or of a whole prompt, are computed in one step. Where the prompt that
-ranks first comes to such tokens, the step has room for them: no drafts, and no streams, that do not fit beside them.
-These streams take part in the next step, so they wait for one step, and the prompt for one that has all streams.
+*Tokens that see each other*, as those of an image or of a whole prompt, are computed in one step. Where the first
+prompt that can go on comes to such tokens, the step has room for them: no drafts, and no streams, that do not fit
+beside them. These streams take part in the next step, so they wait for one step, and the prompt for one that has all
+streams.
 
 Always true:
   * `waiting` and `running` are in order of arrival; a completion is in at most one of them;
@@ -350,12 +351,14 @@ class Scheduler:
         self._add_drafts(step, together)
 
     def _together(self, step: _Step) -> int:
-        """How many tokens that see each other are the next ones of the prompt that ranks first; 0: none."""
-        first = next(iter(self._ranked(one for one in self.running if one.status is Status.PREFILL)), None)
-        if first is None or first.late or first.request.images is None:
-            return 0
-        self.current = first
-        return tokens if (tokens := self._wanted(first, step, 1)) > 1 else 0
+        """How many tokens that see each other are the next ones of the first prompt that can go on; 0: none."""
+        for first in self._ranked(one for one in self.running if one.status is Status.PREFILL):
+            self.current = first
+            if first.late or self._manager.next_end(first) <= first.computed:  # for an image
+                continue
+            tokens = self._wanted(first, step, 1) if first.request.images is not None else 0
+            return tokens if tokens > 1 else 0
+        return 0
 
     def _add_drafts(self, step: _Step, together: int) -> None:
         """Let the completions in decode have drafts, within a part of the token budget, beside what a prompt has to

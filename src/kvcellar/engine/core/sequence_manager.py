@@ -217,7 +217,7 @@ class SequenceManager:
                 of_prompt,
                 read=read,
                 owner=request.retention.owner,
-                most=completion.reusable if request.prompt_reading is not None else None,
+                most=min(last, reading.known) if (reading := request.prompt_reading) is not None else None,
                 whole=COMPUTED_WHOLE if images is not None and images.digest and not completion.reusable else "",
                 images=images.named(request.submission.image_places) if images is not None else (),
             )

@@ -50,7 +50,7 @@ HEAD = """\
 Every type of causal language model in transformers, each as a tiny random network in float32, loaded as any model is
 and checked as `kvcellar verify` does. Your model may have another configuration than the tiny one: `kvcellar doctor`
 prints how it is served, and `kvcellar verify` whether completions from memory equal those computed from the start.
-The columns *steps* and *same bits* are for bfloat16 on a CPU with a compiler: whether a step is replayed by the
+The columns *steps* and *same bits* are for bfloat16 on a CPU with compiled kernels: whether a step is replayed by the
 compiled loop or run by the model's modules, and whether the logits of a row are the same bits alone, in batches, in
 chunks, from a fork and as drafts.
 

@@ -37,7 +37,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvcellar.engine.models.attached_layers import Kept, fill, lengths, new_layers, store
 from kvcellar.engine.models.input_limits import context_of
-from kvcellar.engine.models.seam import cache_argument
+from kvcellar.engine.models.seam import CACHES, cache_argument
 from kvcellar.errors import BadRequest, CacheFull, ModelRefused, shown
 from kvcellar.events import Recall
 from kvcellar.memory.cells.rows import NAME as ROWS
@@ -58,7 +58,7 @@ BEHIND = -1  # stands for a token behind a text, since the last token of a key i
 _GIVEN = frozenset(  # what may be a tensor, or have a length
     {
         "input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "cache_position",
-        "past_key_values", "cache_params",
+        *CACHES,
     }
 )  # fmt: skip
 
@@ -563,7 +563,7 @@ def _is_ours(method: Any) -> bool:
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryCache | None:
-    given = (*args, kwargs.get("past_key_values"), kwargs.get("cache_params"))
+    given = (*args, *map(kwargs.get, CACHES))
     return next((one for one in given if isinstance(one, MemoryCache)), None)
 
 

@@ -176,10 +176,11 @@ _READ = frozenset({"scaling", "softcap", "s_aux"})  # part of the scores
 _HARMLESS = frozenset({  # without effect in inference, or contained in the plan
     "dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict", "logits_to_keep", "past_key_values", "cache_position", "attention_mask",
-    "head_mask",
+    "head_mask", "cache",
 })  # fmt: skip
 _KNOWN = _READ | _HARMLESS
 
+CACHES = ("cache", "past_key_values", "cache_params")  # names of the argument that is the cache
 Extras = Mapping[str, Any]
 
 
@@ -190,7 +191,7 @@ class Door(ABC):
     seen: Sequence[Seen] | None = None  # the images that rows see by cross-attention; None: no module does that
 
     @abstractmethod
-    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         """Store new k [1,G,T,D] and v [1,G,T,Dv] of a layer; returns the k and v that its attention gets."""
 
     def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
@@ -258,8 +259,8 @@ def opened(door: Door) -> Iterator[None]:
 
 
 def cache_argument(accepts: frozenset[str]) -> str:
-    """The name of the cache among the arguments of a model's forward."""
-    return "past_key_values" if "past_key_values" in accepts or "cache_params" not in accepts else "cache_params"
+    """The name of the cache among the arguments of a model's forward: transformers 5.24 has one for all."""
+    return next((name for name in CACHES if name in accepts), "past_key_values")
 
 
 def scoring_of(q: Tensor, extras: Extras) -> Scoring:
@@ -341,7 +342,7 @@ class FlatDoor(StepDoor):
             k, v = k.index_select(2, self._storing), v.index_select(2, self._storing)
         (self._layers.get(layer) or self.history(layer)).put({"k": k, "v": v})
 
-    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         if self.seen is not None and layer not in self._layers:
             return k, v  # of a state that is not read
         self.put(k, v, layer)
@@ -416,7 +417,7 @@ class SoloDoor(StepDoor):
         self.before = torch.arange(self._past, device=memory.device) if before is None else before
         self._own_layers = OwnLayers(fresh, self)
 
-    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         self._memory.put(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         keys, values = self._in_order(layer)
         return keys.to(k.dtype), values.to(v.dtype)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from kvcellar.engine.models.crossing import SEES, Crossed, Seen
 from kvcellar.engine.models.features import Features, Layers, Mask, alike
 from kvcellar.engine.models.input_limits import IMAGE_MASK, embedding_rows, placeholder_of
-from kvcellar.engine.models.seam import Door, Extras, current_door, opened, scoring_of
+from kvcellar.engine.models.seam import CACHES, Door, Extras, current_door, opened, scoring_of
 from kvcellar.engine.models.sliced import Sliced
 from kvcellar.errors import ModelRefused
 from kvcellar.images.image import seen_from
@@ -44,9 +44,8 @@ PIXELS = ("pixel_values", "flattened_patches")  # one of these is an argument of
 TYPES = ("mm_token_type_ids", "token_type_ids", IMAGE_MASK)  # 1 where a token is a placeholder
 PLAIN = frozenset(  # what a decoder gets with text, too, or what our doors replace
     {
-        "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache",
-        "cache_position", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep",
-        "per_layer_inputs",
+        "input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "cache_position",
+        "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "per_layer_inputs", *CACHES,
     }
 )  # fmt: skip
 

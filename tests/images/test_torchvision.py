@@ -61,5 +61,5 @@ def test_images_are_prepared_by_forks_that_have_torchvision(
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_torchvision_they_are_refused_with_what_to_install(kind: str, tmp_path: Path) -> None:
     placeholder = folder_of(kind, tmp_path)
-    with pytest.raises(ModelRefused, match=r"needs torchvision.*Install kvcellar\[images\].*that fit torch \d"):
+    with pytest.raises(ModelRefused, match=r"needs torchvision.*pip install 'kvcellar\[images\]'.*fit torch \d"):
         Processor(tmp_path, "m", placeholder, 100)

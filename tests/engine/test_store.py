@@ -1,6 +1,7 @@
 """What an engine has computed is found by the next one on the same store: warm equals cold, and nothing is lost that
 the store has acknowledged."""
 
+import logging
 import random
 import threading
 import time
@@ -92,7 +93,7 @@ def test_a_snapshot_that_is_given_up_while_it_is_read_out_is_no_error(saved, tmp
         acknowledged(engine)
         engine.check()
         assert given_up == [True]
-        assert not caplog.records
+        assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -288,7 +288,17 @@ def served(*models: Path) -> Iterator[tuple[int, int]]:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     command = [sys.executable, "-m", "kvcellar", "serve", *map(str, models), "--port", str(port)]
-    command += ["--threads", "1", "--no-store", "--log-level", "error", "--cache-bytes", "512MB"]
+    command += [
+        "--config",
+        os.devnull,
+        "--threads",
+        "1",
+        "--no-store",
+        "--log-level",
+        "error",
+        "--cache-bytes",
+        "512MB",
+    ]
     with subprocess.Popen(command) as process:
         try:
             until = time.monotonic() + START_SECONDS

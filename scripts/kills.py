@@ -102,6 +102,7 @@ def made(name: str, into: Path) -> Path:
 @contextmanager
 def served(model: Path, port: int, log: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
     command = [sys.executable, "-m", "kvcellar", "serve", str(model), "--port", str(port), "--quiet", *options]
+    command += ["--config", os.devnull]
     with log.open("ab") as file, subprocess.Popen(command, stderr=file) as process:
         try:
             wait_until_ready(port)

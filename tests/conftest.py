@@ -29,7 +29,8 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
-    KVCELLAR_MODELS="/nonexistent/kvcellar/models",  # so that no test finds the models of the user
+    KVCELLAR_MODELS="/nonexistent/kvcellar/models",  # so that no test finds the models of the user,
+    XDG_CONFIG_HOME="/nonexistent/kvcellar/config",  # nor the values of options
 )
 
 # So that processes which tests start find the package `tests`, in whatever directory they are.

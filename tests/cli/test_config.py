@@ -5,8 +5,10 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from kvcellar.cli.config import defaults
+from kvcellar.cli import client
+from kvcellar.cli.config import SHARED, defaults
 from kvcellar.cli.main import cli
 from tests.cli.command import Ran, kvcellar
 
@@ -109,7 +111,7 @@ def test_the_file_of_the_user_is_read_unless_another_is_named(tmp_path: Path, mo
         ("[ps]\nulr = 'a'", "ps.ulr: there is no such option; did you mean url?"),
         ("[client]\nlimit = 3", "client.limit: there is no such option; there are admin-key-file, url"),
         ("[serv]\nport = 1", "serv: there is no such section; did you mean serve?"),
-        ("url = 'a'", "url: there is no such section"),
+        ("url = 'a'", "url: there is no such option here: it needs a section"),
         ("ps = 3", "ps: it is 3; a section [ps] is needed"),
         ("[ps]\njson = 1", "ps.json: it is 1; true or false is needed"),
         ("[ps]\nurl = true", "ps.url: it is True; text or a number is needed, as at the command line"),
@@ -167,3 +169,71 @@ def test_a_server_of_the_command_line_is_before_a_store_of_the_file(tmp_path: Pa
     file.write_text(f"[cache.ls]\nstore = '{tmp_path}'\n")
     ran = kvcellar("cache", "ls", "--config", str(file), "--url", NOWHERE)
     assert _address(ran) == NOWHERE
+
+
+def test_a_key_of_the_file_goes_to_no_server_that_others_name(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text("of-the-file-of-the-file")
+    file.write_text(f'[client]\nurl = "http://{NOWHERE}"\nadmin-key-file = "{tmp_path}/key"\n')
+    sent = list[str | None]()
+    made = client.AdminClient.__init__
+
+    def noted(self: Any, url: str, admin_key_file: Path | None, **how: Any) -> None:
+        made(self, url, admin_key_file, **how)
+        sent.append(self._headers.get("authorization"))
+
+    monkeypatch.setattr(client.AdminClient, "__init__", noted)
+    monkeypatch.delenv("KVCELLAR_ADMIN_KEY", raising=False)
+    runner, asks = CliRunner(), ["ps", "--config", str(file)]
+    runner.invoke(cli, asks)
+    runner.invoke(cli, [*asks, "--url", "http://127.0.0.1:2"])
+    runner.invoke(cli, asks, env={"KVCELLAR_URL": "http://127.0.0.1:3"})
+    runner.invoke(cli, asks, env={"KVCELLAR_ADMIN_KEY": "of-the-environment"})
+    runner.invoke(cli, [*asks, "--url", "http://127.0.0.1:2", "--admin-key-file", str(tmp_path / "key")])
+    own = "Bearer of-the-file-of-the-file"
+    assert sent == [own, None, None, "Bearer of-the-environment", own]
+
+
+def test_what_is_removed_is_named_on_the_command_line_only(file: Path) -> None:
+    file.write_text(f'[client]\nurl = "{NOWHERE}"\n[cache.rm]\nnamespace = "x"\n[cache.clear]\nall-models = true\n')
+    for words in (["rm"], ["clear"]):
+        ran = kvcellar("cache", *words, "--config", str(file))
+        assert ran.code == 2
+        assert "is named on the command line only" in ran.err
+
+
+def test_keys_of_several_commands_are_options() -> None:
+    names = {f"--{name}" for _, names in SHARED.values() for name in names}
+    found = set[str]()
+    for word in ("serve", "run", "ps", "doctor"):
+        command = cli.get_command(click.Context(cli), word)
+        assert command is not None
+        found |= {opt for one in command.params if isinstance(one, click.Option) for opt in one.opts}
+    assert names <= found
+
+
+def test_paths_may_begin_at_home_and_a_file_may_begin_with_a_byte_order_mark(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert values(file, '\ufeff[run]\nstore = "~/kv"\n', "run")["store"] == f"{tmp_path}/kv"
+
+
+def test_a_home_that_cannot_be_searched_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Any, **how: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    ctx = cli.make_context("kvcellar", ["ps"], resilient_parsing=True)
+    command = cli.get_command(ctx, "ps")
+    assert command is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("os.lstat", refused)
+        found = defaults(click.Context(command, parent=ctx, info_name="ps"), None)
+    assert found == {}
+
+
+def test_a_message_has_paths_as_they_are() -> None:
+    ran = kvcellar("doctor", "./cache_bytes")
+    assert "cache_bytes" in ran.err
+    assert "--cache-bytes" not in ran.err

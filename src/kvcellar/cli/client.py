@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 import click
 
 from kvcellar.cli.completion import library_models
+from kvcellar.cli.config import gives_way
 from kvcellar.cli.options import FILE, Command, json_option, together
 from kvcellar.cli.printing import placement_lines, recall_lines, share, table
 from kvcellar.cli.progress_line import working
@@ -37,7 +38,10 @@ server_options = together(
         "--url", envvar=VARIABLE, default=URL, show_default=True, help=f"Address of the server. Or set ${VARIABLE}."
     ),
     click.option(
-        "--admin-key-file", type=FILE, help="File with the admin key of the server. Default: $KVCELLAR_ADMIN_KEY."
+        "--admin-key-file",
+        type=FILE,
+        callback=gives_way("KVCELLAR_ADMIN_KEY", "url"),
+        help="File with the admin key of the server. Default: $KVCELLAR_ADMIN_KEY.",
     ),
 )
 
@@ -78,7 +82,10 @@ class AdminClient:
 
     def _json(self, method: str, path: str, body: bytes | None = None) -> Any:
         with self._answered(method, path, body) as response:
-            return json.loads(response.read())
+            try:
+                return json.loads(response.read())
+            except ValueError as error:
+                raise KvcellarError(f"{self._parts.netloc} does not answer as kvcellar does. {self._advice}") from error
 
     @contextmanager
     def _answered(

@@ -46,7 +46,7 @@ def _pulled() -> list[str]:
     from huggingface_hub import constants
 
     folders = Path(constants.HF_HUB_CACHE).glob("models--*")
-    return sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in folders)
+    return sorted(folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders)
 
 
 def _beginning(names: Iterable[str], begun: str) -> list[CompletionItem]:

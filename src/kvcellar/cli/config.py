@@ -13,12 +13,13 @@
 Keys are names of options. A flag is true or false, an option that may be repeated is an array, and every other value is
 read as on the command line. The command line comes first, then environment variables, the section of the command, and
 the sections of several. Nothing is ignored: an unknown section, an unknown key of a section that is used, or a value
-that the option does not take ends the command.
+that the option does not take ends the command. What is removed is named on the command line only. A key of this file is
+sent to no server that the command line or the environment names.
 """
 
 import os
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,7 +31,7 @@ from kvcellar.places import NoPlace, config
 
 OF_ENGINE = frozenset(
     {
-        "adapters", "attention", "cache_bytes", "context", "device", "draft", "draft_bytes", "draft_depth", "dtype",
+        "attention", "cache_bytes", "context", "device", "draft", "draft_bytes", "draft_depth", "dtype",
         "kv_dtype", "max_models", "max_sequences", "memory", "record", "step_tokens", "threads", "weights",
     }
 )  # fmt: skip
@@ -39,6 +40,20 @@ SHARED: Mapping[str, tuple[str, frozenset[str]]] = {
     "client": ("url", frozenset({"url", "admin-key-file"})),
     "engine": ("dtype", frozenset(name.replace("_", "-") for name in OF_ENGINE)),
 }
+REMOVALS = ("cache.rm", "cache.clear", "rm")  # commands
+
+
+def gives_way(variable: str, url: str = "") -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback of an option that names a key file: one of the file of options is not used where the environment has a
+    key, or where the option `url` is not of that file."""
+
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        source = ctx.get_parameter_source(str(param.name))
+        nearer = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
+        elsewhere = variable in os.environ or (url != "" and ctx.get_parameter_source(url) in nearer)
+        return None if source is click.core.ParameterSource.DEFAULT_MAP and elsewhere else value
+
+    return callback
 
 
 def defaults(ctx: click.Context, file: Path | None) -> dict[str, Any]:
@@ -47,7 +62,7 @@ def defaults(ctx: click.Context, file: Path | None) -> dict[str, Any]:
     if file is None:
         with suppress(NoPlace):
             file = config(os.environ) / "config.toml"
-        if file is None or not file.is_file():
+        if file is None or not os.path.lexists(file):  # False where the home is another user's, as with `sudo`
             return {}
     return dict(_Reader(file, ctx).values())
 
@@ -66,13 +81,15 @@ class _Reader:
     def values(self) -> Iterator[tuple[str, Any]]:
         """In the order of their precedence, the strongest last."""
         try:
-            found = tomllib.loads(self._file.read_text(encoding="utf-8"))
+            found = tomllib.loads(self._file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             raise click.UsageError(f"{self._file} cannot be read: {error}", self._ctx) from error
         own, section = self._own(found)
         for name, (sign, keys) in SHARED.items():
             if sign in self._options:
                 yield from self._of(name, self._table(name, found.get(name, {})), keys)
+        if section and own in REMOVALS:
+            self._fail(own, "what this command removes is named on the command line only")
         yield from self._of(own, section, self._options)
 
     def _own(self, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -84,7 +101,8 @@ class _Reader:
             assert isinstance(group, click.Group)
             known = [*group.list_commands(ctx.parent), *(() if path else SHARED)]
             for key in section.keys() - {*known}:
-                self._fail(".".join([*path, key]), f"there is no such section{_close(key, known)}")
+                what = "section" if isinstance(section[key], dict) else "option here: it needs a section"
+                self._fail(".".join([*path, key]), f"there is no such {what}{_close(key, known)}")
             path.append(str(ctx.command.name))
             section = self._table(".".join(path), section.get(path[-1], {}))
         return ".".join(path), section
@@ -99,26 +117,32 @@ class _Reader:
     def _value(self, key: str, option: click.Option, value: Any) -> Any:
         if option.is_flag:
             if not isinstance(value, bool):
-                self._fail(key, f"it is {value!r}; true or false is needed")
+                self._fail(key, f"it is {_shown(value)}; true or false is needed")
             return value
         several = option.multiple or option.nargs != 1
         if several != isinstance(value, list):
             self._fail(key, "an array is needed, as [1, 2]" if several else "an array is not possible: give one value")
         for one in value if several else [value]:
             if isinstance(one, bool) or not isinstance(one, str | int | float):
-                self._fail(key, f"it is {one!r}; text or a number is needed, as at the command line")
+                self._fail(key, f"it is {_shown(one)}; text or a number is needed, as at the command line")
+        given = [os.path.expanduser(str(one)) for one in (value if several else [value])]
         try:
-            return option.type_cast_value(self._ctx, list(map(str, value)) if several else str(value))
+            return option.type_cast_value(self._ctx, given if several else given[0])
         except click.BadParameter as error:
             self._fail(key, error.message)
 
     def _table(self, name: str, found: Any) -> dict[str, Any]:
         if not isinstance(found, dict):
-            self._fail(name, f"it is {found!r}; a section [{name}] is needed")
+            self._fail(name, f"it is {_shown(found)}; a section [{name}] is needed")
         return found
 
     def _fail(self, key: str, why: str) -> Any:
         raise click.UsageError(f"{self._file}: {key}: {why}", self._ctx)
+
+
+def _shown(value: Any) -> str:
+    """A value that is not a number or a flag may be a secret."""
+    return repr(value) if isinstance(value, bool | int | float) else f"of type {type(value).__name__}"
 
 
 def _above(ctx: click.Context) -> list[click.Context]:

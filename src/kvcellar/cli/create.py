@@ -84,7 +84,8 @@ def command(
                 draft_quantize=draft_quantize,
             )
     except ModelfileError as error:
-        raise BadRequest(f"{file or DEFAULT} {error}") from error
+        where = "stdin" if str(file) == "-" else str(file or DEFAULT)
+        raise BadRequest(f"{where}{' ' if str(error).startswith('(') else ': '}{error}") from error
     _print(made, {"model": quantize, "draft": draft_quantize}, as_json=as_json)
 
 

@@ -87,7 +87,7 @@ OF_OTHERS = {  # what to use in place of options that other servers have
     "--quantization": "Use --weights",
     "--api-key": "Other users can read command lines: use --api-key-file, or $KVCELLAR_API_KEY",
 }
-_NAME = re.compile(r"\b[a-z]+_[a-z_]+\b")  # of a setting in a message
+_NAME = re.compile(r"(?<![\w/.'\"@-])[a-z]+_[a-z_]+(?![\w/'\"@-]|\.\w)")  # of a setting in a message, no path
 ALL = "kvcellar.help_all"  # in the context of a command: whether all options are shown
 
 
@@ -118,9 +118,8 @@ help_all = click.Option(
 
 class Command(click.Command):
     """Reports a `BadRequest` that was raised for the value of an option as an error of that option; messages have names
-    of options in place of those of settings. Shows options in
-    groups: where there are many, those that are used every day, and with `--help-all` the others, too. Options that the
-    command line does not have are read from a file."""
+    of options in place of those of settings. Shows options in groups: where there are many, those that are used every
+    day, and with `--help-all` the others, too. Options that the command line does not have are read from a file."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
@@ -161,7 +160,7 @@ class Command(click.Command):
             param = options.pop(str(error.param), None) if isinstance(error, BadRequest) else None
             message = _NAME.sub(lambda name: options[name[0]].opts[0] if name[0] in options else name[0], str(error))
             if isinstance(error, ModelNotFound):
-                message += _taken_as_model(ctx, message)
+                message += _taken_as_model(ctx, str(error))
             if param is None:
                 error.args = (message,)
                 raise
@@ -192,7 +191,7 @@ def _group_of(name: str) -> str:
         return "What is drawn"
     if name.startswith(("store", "no_store", "host_bytes", "tenant_share", "kv_events")):
         return "What is kept outside of the device"
-    return "Model and memory" if name in OF_ENGINE else "Options"
+    return "Model and memory" if name in {*OF_ENGINE, "adapters"} else "Options"
 
 
 def together(*options: Decorator) -> Decorator:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvcellar.cli.config import gives_way
 from kvcellar.cli.options import FILE, STORE_KEY, overruled, together
 from kvcellar.cli.setting_options import setting_options
 from kvcellar.engine.load.settings import KEY_BYTES, Settings, key_in, store_directory
@@ -27,6 +28,7 @@ store_options = together(
     click.option(
         "--store-key-file",
         type=FILE,
+        callback=gives_way(STORE_KEY),
         help=f"Encrypt what is stored with the key in this file, {2 * KEY_BYTES} hexadecimal digits. "
         f"Or set ${STORE_KEY}.",
     ),

@@ -508,6 +508,103 @@ def test_what_another_network_has_stored_is_refused_by_name(
         assert (cache.recalls[0].restored, cache.recalls[0].reason) == (0, "other weights")
 
 
+def a_hook(model: PreTrainedModel) -> None:
+    model.get_submodule("model.layers.0").register_forward_hook(lambda module, args, output: output)
+
+
+def a_scaling(model: PreTrainedModel) -> None:
+    vars(model.get_submodule("model.layers.0"))["scaling"] = {"default": 2.0}
+
+
+def a_rope(model: PreTrainedModel) -> None:
+    model.get_submodule("model.rotary_emb").get_buffer("inv_freq").mul_(0.5)
+
+
+def a_class(model: PreTrainedModel) -> None:
+    class Other(type(model)):
+        pass
+
+    Other.__qualname__ = type(model).__qualname__
+    model.__class__ = Other
+
+
+@pytest.mark.parametrize("change", [a_hook, a_scaling, a_rope, a_class])
+def test_what_changes_a_network_beside_its_weights_has_entries_of_its_own(change: Any, tmp_path: Path) -> None:
+    model = built("llama")
+    with stored(model, tmp_path) as memory:
+        generate(model, LONG, memory.cache())
+    other = built("llama")
+    change(other)
+    for read in (0, 129):
+        with stored(other, tmp_path) as memory:
+            assert memory.cache(LONG).get_seq_length() == read
+            generate(other, LONG, memory.cache())
+
+
+def test_what_a_cache_has_from_before_clear_is_not_stored_as_of_other_weights(tmp_path: Path) -> None:
+    model = built("llama")
+    with stored(model, tmp_path) as memory:
+        cache = memory.cache()
+        longer = generate(model, LONG, cache)
+        for weight in model.parameters():
+            weight.data.mul_(1.5)
+        memory.clear()
+        generate(model, torch.cat([longer, LONG[:, :70]], 1), cache)
+        assert torch.equal(generate(model, longer, memory.cache()), generate(model, longer))
+
+
+def test_clear_outside_of_autocast_mixes_nothing(tmp_path: Path) -> None:
+    model = built("llama")
+    with stored(model, tmp_path) as memory:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                generate(model, LONG, memory.cache())
+            memory.clear()
+        assert memory.cache(LONG).get_seq_length() == 0
+
+
+def test_buffers_that_are_saved_with_weights_are_weights() -> None:
+    model = built("deepseek-v3")
+    with kvcellar.attach(model, cache_bytes=1 << 26) as memory:
+        generate(model, LONG, memory.cache())
+        assert memory.cache(LONG).get_seq_length() > 0
+        with torch.no_grad():
+            next(one for name, one in model.named_buffers() if "correction_bias" in name).add_(1.0)
+        assert memory.cache(LONG).get_seq_length() == 0
+
+
+def test_a_second_detach_leaves_the_next_memory_alone() -> None:
+    model = built("llama")
+    first = kvcellar.attach(model, cache_bytes=1 << 26)
+    first.detach()
+    with kvcellar.attach(model, cache_bytes=1 << 26) as second:
+        first.detach()
+        generate(model, LONG, second.cache())
+        assert second.cache(LONG).get_seq_length() > 0
+
+
+def test_a_store_that_could_not_be_opened_again_is_tried_again_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built("llama")
+    with stored(model, tmp_path) as memory:
+        generate(model, LONG, memory.cache())
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.0)
+
+        def interrupted(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvcellar.engine.load.attach.network_of", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, LONG, memory.cache())
+        memory.check()
+        cache = memory.cache()
+        assert torch.equal(generate(model, LONG, cache), generate(model, LONG))
+        assert cache.recalls[0].restored == 129
+
+
 def test_what_autocast_has_stored_is_refused_without_it(tmp_path: Path) -> None:
     model = built("llama")
     with stored(model, tmp_path) as memory:

@@ -206,7 +206,12 @@ class Store:
     def behind(self) -> int:
         """Tokens that wait to be read out of memory or are being written. Costs the number of sequences and snapshots
         that they are of."""
-        return sum(one.unread for one in self._wanted) + sum(self._on_way.values())
+        return self.unread + sum(self._on_way.values())
+
+    @property
+    def unread(self) -> int:
+        """Tokens that wait to be read out of memory."""
+        return sum(one.unread for one in self._wanted)
 
     def pump(self, budget: int = BUSY, seconds: float = SLICE) -> bool:
         """Read up to about `budget` bytes out of memory, in so many seconds, and all that has waited for `LATE` seconds

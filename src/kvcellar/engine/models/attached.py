@@ -22,8 +22,10 @@ Always true between two calls:
 import copy
 import functools
 import inspect
+import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -35,6 +37,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from kvcellar.engine.arguments import namespace_name
 from kvcellar.engine.models.attached_layers import Kept, fill, lengths, new_layers, store
 from kvcellar.engine.models.input_limits import context_of
 from kvcellar.engine.models.seam import CACHES, cache_argument
@@ -52,6 +55,7 @@ from kvcellar.memory.spans import Span
 from kvcellar.memory.store import Store
 
 STEP = 512  # tokens that are written to memory at once
+log = logging.getLogger("kvcellar.engine")
 ATTACHED = "_kvcellar_attached"  # an attribute: the id of the model that has a memory
 LOOK = 0.1  # seconds between two looks at what is being read back, if nothing is reported
 BEHIND = -1  # stands for a token behind a text, since the last token of a key is never restored
@@ -286,12 +290,13 @@ class Attached:
         self.model, self.kept, self.memory = model, kept, memory
         self._posted = SimpleQueue[Callable[[], None]]()  # what the threads of the store have for this one
         self._open_store = partial(open_store, post=self._posted.put) if open_store is not None else None
+        self._detached, self._epoch = False, 0  # how often it has begun
+        self._tensors: list[weakref.ref[Tensor]] = []
         self._begin()
         accepts = inspect.signature(model.forward).parameters
         self._accepts, self._names = frozenset(accepts), tuple(accepts)
         self.counts = "position_ids" in accepts  # else its positions follow from the mask, or it has none
         self._context = context_of(model)
-        self._weights = self._versions()
         self._place = model.device, model.dtype
         _strip(model)
         model.register_forward_pre_hook(_before, with_kwargs=True)
@@ -307,7 +312,7 @@ class Attached:
         `generate` reads memory itself. With `input_ids` [B,L] (and the mask of padding) it is read now, and the cache
         has the first `get_seq_length()` columns. Namespaces share nothing: name one for each adapter, say.
         """
-        cache = MemoryCache(self, namespace)
+        cache = MemoryCache(self, namespace_name(namespace))
         if input_ids is not None:
             cache._begin(input_ids, attention_mask, compute=False)
         return cache
@@ -321,9 +326,10 @@ class Attached:
     def detach(self) -> None:
         """Make the model what it was, and write to the store what is not written yet, in two seconds at most. Caches of
         this memory are of no use then."""
-        _strip(self.model)
-        self._open_store = None
-        self.clear()
+        if not self._detached:  # else another memory may be attached by now
+            _strip(self.model)
+            self._detached, self._open_store = True, None
+            self.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -339,14 +345,20 @@ class Attached:
     # -- the store ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """With an empty tree."""
+        """With an empty tree, and then with a store, whose opening may be interrupted: the next call tries again."""
+        self._weights, self._epoch = None, self._epoch + 1
         self.memory.claims.clear()
-        self.prefixes = PrefixCache(self.memory, in_parts=False, open_store=self._open_store)
+        self.prefixes = PrefixCache(self.memory, in_parts=False)
+        if self._open_store is not None:
+            self.prefixes = PrefixCache(self.memory, in_parts=False, open_store=self._open_store)
+        self._weights = self._versions()
 
     def _close(self) -> None:
         if (store := self.prefixes.store) is not None:
             while (pause := store.flush()) is not None:
                 time.sleep(pause)
+            if left := store.unread:
+                log.warning("%d tokens are not stored: writing them takes longer than two seconds", left)
             store.stop()
             store.close()
 
@@ -373,8 +385,11 @@ class Attached:
             with suppress(Empty):
                 while True:
                     self._posted.get_nowait()()
-            while store.pump():
-                pass
+            try:
+                while store.pump():
+                    pass
+            except OSError as error:
+                log.warning("what generate has computed is not stored: %s", error)
 
     # -- for caches ---------------------------------------------------------------------------------------------
 
@@ -495,16 +510,30 @@ class Attached:
                 raise CacheFull(ROWS, 1, 0, unit="rows")
 
     def _versions(self) -> int:
-        """Changes with each update of a weight that torch counts, and where autocast computes in another type."""
-        weights = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters())
-        return hash((weights, autocast_of(self.model.device)))
+        """Changes with each update of a weight that torch counts, with `clear`, and where autocast computes in another
+        type, or attention is another."""
+        tensors = [*self.model.parameters(), *_state_buffers(self.model)]
+        known = [ref() for ref in self._tensors]
+        if len(known) != len(tensors) or any(one is not two for one, two in zip(known, tensors, strict=True)):
+            self._tensors, self._epoch = [weakref.ref(one) for one in tensors], self._epoch + 1
+        weights = tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in tensors)
+        attention = self.model.config._attn_implementation
+        return hash((weights, self._epoch, attention, autocast_of(self.model.device)))
 
     def _follow_weights(self) -> int:
         """The present weights; what was computed by others is forgotten."""
-        if (now := self._versions()) != self._weights:
-            self._weights = now
+        if self._versions() != self._weights:
             self.clear()
-        return now
+        assert self._weights is not None
+        return self._weights
+
+
+def _state_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Buffers that are saved with the weights. Others follow from the config, and some change in each forward."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
 
 
 def autocast_of(device: torch.device) -> torch.dtype | None:

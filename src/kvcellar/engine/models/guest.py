@@ -88,6 +88,7 @@ class Guest:
         self.not_recorded: str | None = "it was not recorded"
         self.draws = BY_TORCH
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        self.cache_name = cache_argument(self._accepts)
         self._first = first_position(model)
         self._scorings: Scorings = {}
         self.vision: Vision | None = None
@@ -273,7 +274,7 @@ class Guest:
         from kvcellar.engine.models.registered import opened_cache  # imports transformers
 
         with opened_cache(door) as cache:
-            inputs: dict[str, Any] = {"input_ids": ids[None], cache_argument(self._accepts): cache, "use_cache": True}
+            inputs: dict[str, Any] = {"input_ids": ids[None], self.cache_name: cache, "use_cache": True}
             if "position_ids" in self._accepts:
                 inputs["position_ids"] = (positions[None] if positions.dim() == 1 else positions[:, None]) + self._first
             if want is None:

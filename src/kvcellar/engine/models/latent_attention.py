@@ -41,7 +41,7 @@ class _Probe(StoreProbe):
         self._expanded = {binding.layer for binding in bindings.values() if not binding.direct}
         self._given: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, latents [n,rank] and tails [n,size]
 
-    def update(self, k: Tensor, v: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         super().update(k, v, layer)
         if layer not in self._expanded:
             return k, v

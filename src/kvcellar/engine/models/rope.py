@@ -40,7 +40,7 @@ class PlaceDoor(Door):
     positions: Tensor  # [T]
     stored: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # layer -> plane -> [T,heads,size]
 
-    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         self.stored[layer] = {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1)}
         return k, v
 
@@ -123,8 +123,8 @@ def stored_at(guest: Guest, start: int) -> tuple[dict[int, dict[str, Tensor]], T
         out = guest.model(
             input_ids=ids,
             position_ids=positions[None] + first_position(guest.model),
-            past_key_values=cache,
             use_cache=True,
+            **{guest.cache_name: cache},
         )
     return door.stored, out.logits[0].float(), ids[0]
 

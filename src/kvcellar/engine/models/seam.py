@@ -191,7 +191,7 @@ class Door(ABC):
     seen: Sequence[Seen] | None = None  # the images that rows see by cross-attention; None: no module does that
 
     @abstractmethod
-    def update(self, k: Tensor, v: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         """Store new k [1,G,T,D] and v [1,G,T,Dv] of a layer; returns the k and v that its attention gets."""
 
     def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
@@ -342,7 +342,7 @@ class FlatDoor(StepDoor):
             k, v = k.index_select(2, self._storing), v.index_select(2, self._storing)
         (self._layers.get(layer) or self.history(layer)).put({"k": k, "v": v})
 
-    def update(self, k: Tensor, v: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         if self.seen is not None and layer not in self._layers:
             return k, v  # of a state that is not read
         self.put(k, v, layer)
@@ -417,7 +417,7 @@ class SoloDoor(StepDoor):
         self.before = torch.arange(self._past, device=memory.device) if before is None else before
         self._own_layers = OwnLayers(fresh, self)
 
-    def update(self, k: Tensor, v: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         self._memory.put(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         keys, values = self._in_order(layer)
         return keys.to(k.dtype), values.to(v.dtype)

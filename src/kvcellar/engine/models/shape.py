@@ -111,7 +111,7 @@ class StoreProbe(Door):
         self._past, self.before = past, torch.zeros(0, dtype=torch.long)
         self._own = OwnLayers(fresh, self) if fresh is not None else None
 
-    def update(self, k: Tensor, v: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         if layer in self.stored:
             raise ModelRefused(f"layer {layer} stores keys and values twice in one forward")
         if k.dim() != 4 or k.shape[0] != 1 or k.shape[2] != PROBE_TOKENS or v.shape[:3] != (1, v.shape[1], k.shape[2]):

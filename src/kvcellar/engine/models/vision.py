@@ -108,7 +108,7 @@ class _TowerDoor(Door):
         self.arguments: dict[str, Any] | None = None  # that the decoder got
         self.kv: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         raise ModelRefused("its towers store keys and values")
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:

@@ -44,7 +44,7 @@ class RecordingDoor(Door):
         self._latent = frozenset(one.layer for one in shape.bindings.values() if one.latent is not None)
         self._longer: tuple[Tensor, tuple[Tensor, int, str]] | None = None  # of the convolution that is about to run
 
-    def update(self, k: Tensor, v: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         self._trace.add("kvcellar.put", (k, v, layer), {}, ())
         if layer in self._latent:
             return k[:, :, :1], v[:, :, :1]
@@ -214,7 +214,7 @@ class SampleDoor(Door):
     def __init__(self, shape: Shape) -> None:
         self._states = {} if shape.recurrent is None else shape.recurrent.layers
 
-    def update(self, k: Tensor, v: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         return k, v
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:

@@ -107,7 +107,7 @@ def network_of(model: "PreTrainedModel") -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if id(tensor) not in seen:  # tied weights are read once
             seen.add(id(tensor))
-            digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -12,6 +12,7 @@ itself; those of other tests run their modules. `pytest --record auto`, or `off`
 import os
 import random
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Iterator
@@ -29,9 +30,11 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
-    KVCELLAR_MODELS="/nonexistent/kvcellar/models",  # so that no test finds the models of the user,
-    XDG_CONFIG_HOME="/nonexistent/kvcellar/config",  # nor the values of options
+    KVCELLAR_MODELS="/nonexistent/kvcellar/models",  # so that no test finds the models of the user
 )
+
+# Nor the values of options of the user. Browsers that tests start create this directory.
+os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir(), f"kvcellar-tests-{os.getuid()}"))
 
 # So that processes which tests start find the package `tests`, in whatever directory they are.
 ROOT = str(Path(__file__).parents[1])

@@ -174,7 +174,7 @@ def test_what_cannot_be_read_is_encoded_and_stored_again(
         engine.clear_cache()
         (key,) = features_in(engine)
         disk = disk_of(engine)
-        name = next(row.name for row in disk.rows() if row.key == key)
+        before, name = next((row.id, row.name) for row in disk.rows() if row.key == key)
         (file,) = (tmp_path / "store").rglob(f"{name}*")
         if fault == "gone":
             file.unlink()
@@ -187,6 +187,7 @@ def test_what_cannot_be_read_is_encoded_and_stored_again(
         assert asked(engine, pictures, *other).result().token_ids == cold
         written(engine, 1)
         assert counts(engine) == (2, 0)
+        assert before not in [row.id for row in disk.rows()], "it was not removed"
         monkeypatch.undo()
         engine.clear_cache()
         assert asked(engine, pictures, *first, [1]).result().token_ids

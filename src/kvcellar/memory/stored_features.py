@@ -6,8 +6,8 @@
     stored.advance(reading)                                 # True while it is to be waited for
     reading.loaded; stored.end(reading)
 
-Features are an entry without one before it, in a namespace of their own, whose tokens are the ids of the
-rows of the image. So their key is made of all that decides them, requests of a namespace read what such requests have
+Features are an entry without one before it, in a namespace of their own, whose tokens are the ids of the rows of the
+image. So their key is made of all that decides them, requests of a namespace read what such requests have
 stored, and what removes a namespace removes them.
 
 An entry is as large as the features, so these are stored where a fourth of the staging memory has room for them.
@@ -41,11 +41,6 @@ class Reading:
     looks: list[Look]  # for what others have stored, until they are waited for
     transfer: Transfer | None = None
     longest: float = 0.0  # seconds without progress for which it is waited for
-
-    @property
-    def bytes(self) -> int:
-        """That are being read."""
-        return self.transfer.snapshot.size if self.transfer is not None else 0
 
     @property
     def loaded(self) -> Loaded | None:
